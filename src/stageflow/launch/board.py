@@ -1,0 +1,114 @@
+"""What every worker is doing, in memory that outlives the worker.
+
+One shared page range per group: a header with the group's stop flag, then one slot of 256 bytes a worker.
+
+    header:  stop flag (1 byte), padding
+    slot:    changes (u64) | since (f64, time.monotonic) | text: action NUL waits_for NUL
+
+A worker writes its own slot with one `struct.pack_into` (about a microsecond, no lock); the driver reads all slots
+whenever it likes, also after the worker was killed. A torn read can show half a text for one look; the counter is
+what decisions are taken on.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from typing import NamedTuple
+
+SLOT = 256
+_SLOT = struct.Struct("<Qd240s")
+_TEXT_BYTES = 240
+assert _SLOT.size == SLOT
+
+
+class Entry(NamedTuple):
+    """One worker's slot: how often it changed, when last (time.monotonic), what it does, what it waits for."""
+
+    changes: int
+    since: float
+    action: str
+    waits_for: str
+
+
+def anonymous_file(label: str, size: int = 0) -> int:
+    """A file without a name: a descriptor that other processes can be handed, and nothing to clean up.
+
+    label: shown in /proc/<pid>/fd where the system supports it. Raises OSError.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(label, os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class BoardWriter:
+    """One worker's own slot."""
+
+    def __init__(self, memory: mmap.mmap, rank: int) -> None:
+        self._memory = memory
+        self._offset = SLOT * (1 + rank)
+        self._changes = _SLOT.unpack_from(memory, self._offset)[0]
+
+    def set(self, action: str, waits_for: str = "") -> None:
+        """Say what this worker does now; texts too long for the slot are cut."""
+        self._changes += 1
+        text = f"{action}\0{waits_for}\0".encode()[:_TEXT_BYTES]
+        _SLOT.pack_into(self._memory, self._offset, self._changes, time.monotonic(), text)
+
+
+class StatusBoard:
+    """All slots of one group, and the flag that tells its workers to stop.
+
+    size: number of workers.
+    fd: an existing board's descriptor (not taken over: the caller still closes it); None makes a new board.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = size
+        length = SLOT * (1 + size)
+        own = anonymous_file("stageflow-board", length) if fd is None else os.dup(fd)
+        try:
+            self._memory = mmap.mmap(own, length)
+        except BaseException:
+            os.close(own)
+            raise
+        self.fd = own
+
+    def writer(self, rank: int) -> BoardWriter:
+        return BoardWriter(self._memory, rank)
+
+    def read(self, rank: int) -> Entry:
+        changes, since, text = _SLOT.unpack_from(self._memory, SLOT * (1 + rank))
+        action, _, rest = text.decode(errors="replace").partition("\0")
+        return Entry(changes, since, action, rest.partition("\0")[0])
+
+    def progress(self) -> int:
+        """Grows whenever any worker changes its slot."""
+        return sum(_SLOT.unpack_from(self._memory, SLOT * (1 + rank))[0] for rank in range(self.size))
+
+    @property
+    def stop(self) -> bool:
+        """True while the workers are asked to end what they do."""
+        return self._memory[0] != 0
+
+    @stop.setter
+    def stop(self, value: bool) -> None:
+        self._memory[0] = int(value)
+
+    def close(self) -> None:
+        """Let go of the memory here; may be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._memory.close()

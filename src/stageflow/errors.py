@@ -59,7 +59,24 @@ class Aborted(StageflowError):
 
 
 class PipelineError(StageflowError):
-    """A running pipeline failed."""
+    """A running pipeline failed.
+
+    worker, stage, microbatch: numbers of where, as far as known. action: as text, like "5B3".
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        worker: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.worker = worker
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
 
 
 class StageFailed(PipelineError):

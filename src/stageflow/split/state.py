@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from stageflow.errors import SplitError
 
@@ -64,7 +64,7 @@ def take_census(model: nn.Module) -> Census:
     first: dict[int, str] = {}
     persistent = _persistent_buffers(model)
     for name, tensor, kind in named_state(model):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise SplitError(f"{kind} {name!r} is lazy and has no shape yet: run the model once before splitting it")
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
@@ -118,9 +118,9 @@ def _refuse_overlaps(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or parameter.numel() == 0:
             continue
-        start = parameter.storage_offset()
+        start = int(parameter.storage_offset())
         end = start + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, end, name))
+        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, int(end), name))
     for group in spans.values():
         group.sort()
         for (_, end, name), (start, _, other) in itertools.pairwise(group):

@@ -1,0 +1,79 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stageflow.errors import InputError
+from stageflow.graph import StageGraph
+from stageflow.schedule.builders.common import Orders
+from stageflow.schedule.builders.forward_only import forward_only
+from stageflow.schedule.builders.gpipe import gpipe
+from stageflow.schedule.builders.one_f_one_b import one_f_one_b
+from stageflow.schedule.builders.zero_bubble import zb_h1
+from stageflow.schedule.placement import place
+from stageflow.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class _Family:
+    """build(graph, placement, microbatches, **options); options: the names it takes; chunks: usual stages per worker."""
+
+    build: Callable[..., Orders]
+    placement: str = "contiguous"
+    chunks: int = 1
+    options: tuple[str, ...] = ()
+
+
+_FAMILIES = {
+    "gpipe": _Family(lambda graph, placement, microbatches: gpipe(placement, microbatches)),
+    "1f1b": _Family(one_f_one_b),
+    "zb_h1": _Family(zb_h1),
+    "forward_only": _Family(lambda graph, placement, microbatches: forward_only(placement, microbatches)),
+}
+
+SCHEDULES = tuple(_FAMILIES)
+"""The names that `build_schedule` knows."""
+
+
+def build_schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    workers: int | None = None,
+    placement: str | Sequence[int] | None = None,
+    graph: StageGraph | None = None,
+    **options: Any,
+) -> Schedule:
+    """Build a schedule by its name.
+
+    name: one of `SCHEDULES`.
+    stages, microbatches: how many, at least one; every combination works.
+    workers: default one per stage, or per two stages for interleaved_1f1b and zb_v.
+    placement: "contiguous", "loop", "fold", or the worker of each stage; default what suits the schedule.
+    graph: which stage feeds which; default a chain.
+    options: what the schedule's own builder takes.
+
+    Raises InputError, naming what would work, for an unknown name or impossible counts.
+    """
+    family = _FAMILIES.get(name)
+    if family is None:
+        raise InputError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    for word, count in (("stages", stages), ("microbatches", microbatches)):
+        if count < 1:
+            raise InputError(f"schedule {name!r} needs {word} >= 1, got {count}")
+    unknown = sorted(set(options) - set(family.options))
+    if unknown:
+        takes = ", ".join(family.options) or "none"
+        raise InputError(f"schedule {name!r} has no option {unknown[0]!r}; its options: {takes}")
+    graph = graph or StageGraph.chain(stages)
+    if graph.n_stages != stages:
+        raise InputError(f"schedule {name!r}: the graph has {graph.n_stages} stages, but stages={stages}")
+    if workers is None:
+        free = placement is not None and not isinstance(placement, str)
+        workers = max(placement, default=0) + 1 if free else -(-stages // family.chunks)
+    placed = place(family.placement if placement is None else placement, stages, workers)
+    return Schedule(name, graph, placed, microbatches, family.build(graph, placed, microbatches, **options))

@@ -1,0 +1,36 @@
+"""1F1B: one forward, one backward."""
+
+from __future__ import annotations
+
+from stageflow.graph import StageGraph
+from stageflow.schedule.builders.common import Orders, is_contiguous, through
+from stageflow.schedule.builders.greedy import greedy
+from stageflow.schedule.placement import local_stages
+
+
+def one_f_one_b(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
+    """Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3 (PipeDream-Flush).
+
+    Worker d of p warms up with p-1-d forwards, then does a forward and a backward in turn, then the last backwards.
+
+        3 stages, 4 micro-batches, B twice F
+        0 | F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
+
+    For p workers with one stage each and m micro-batches: idle time per worker (p-1)(F+B); peak p-d activations.
+    Neighbouring stages on one worker act as one bigger stage. For any other placement the order is found by `greedy`
+    with the same bound: at most n-s activations of stage s of n.
+    """
+    if not is_contiguous(placement):
+        in_flight = [len(placement) - stage for stage in range(len(placement))]
+        return greedy(graph, placement, microbatches, split=False, in_flight=in_flight)
+    workers = max(placement) + 1
+    orders = []
+    for worker, stages in enumerate(local_stages(placement)):
+        warm_up = min(workers - 1 - worker, microbatches)
+        order = [action for m in range(warm_up) for action in through("F", stages, m)]
+        for m in range(microbatches):
+            if warm_up + m < microbatches:
+                order += through("F", stages, warm_up + m)
+            order += through("B", stages, m)
+        orders.append(tuple(order))
+    return tuple(orders)

@@ -1,0 +1,47 @@
+"""The one statement of what an action must wait for.
+
+Lowering, validator, simulator and executor all ask here, so none of them can disagree with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stageflow.graph import StageGraph
+from stageflow.schedule.actions import Action
+
+
+def depends_on(action: Action, graph: StageGraph, whole_backward: Callable[[int, int], bool]) -> tuple[Action, ...]:
+    """The actions that must have ended, here or on another worker, before ``action`` may start.
+
+        F  the F of every predecessor: it brings the inputs
+        B  its own F, and the B or I of every successor: they bring the gradients of the outputs
+        I  as B
+        W  its own I, which keeps what W needs
+
+    whole_backward(stage, microbatch): True where the backward is one B, False where it is an I and a W.
+    """
+    kind, stage, microbatch = action
+    if kind == "F":
+        return tuple(Action("F", producer, microbatch) for producer in graph.predecessors(stage))
+    if kind == "W":
+        return (Action("I", stage, microbatch),)
+    return (
+        Action("F", stage, microbatch),
+        *(
+            Action("B" if whole_backward(consumer, microbatch) else "I", consumer, microbatch)
+            for consumer in graph.successors(stage)
+        ),
+    )
+
+
+def is_backward(action: Action) -> bool:
+    """Whether the action hands gradients to the predecessors of its stage."""
+    return action.kind in ("B", "I")
+
+
+def holds(action: Action) -> int:
+    """How the count of activations kept for a backward changes: +1 from a forward on, -1 after a B or W."""
+    if action.kind == "F":
+        return 1
+    return -1 if action.kind in ("B", "W") else 0

@@ -1,0 +1,152 @@
+"""A schedule: who does what, in which order. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from stageflow.errors import ScheduleError
+from stageflow.graph import StageGraph
+from stageflow.observe.timeline import render_html
+from stageflow.schedule import text as notation
+from stageflow.schedule.actions import Action
+from stageflow.schedule.lower import Instruction, lower
+from stageflow.schedule.simulate import Costs, Simulation, simulate
+from stageflow.schedule.validate import Report, validate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which worker runs which actions in which order.
+
+    name: for people; the builder's name for a built one.
+    graph: which stage feeds which.
+    placement: the worker of each stage.
+    microbatches: how many.
+    orders: each worker's actions, in the order in which it runs them.
+
+    Making one checks only that the parts fit together; `validate` checks that it can run. ``str(schedule)`` is its
+    text form, which `Schedule.parse` reads back exactly.
+    """
+
+    name: str
+    graph: StageGraph
+    placement: tuple[int, ...]
+    microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        if len(self.placement) != self.graph.n_stages:
+            raise ScheduleError(
+                f"schedule {self.name!r}: placement {self.placement} names a worker for {len(self.placement)} stages, "
+                f"the graph has {self.graph.n_stages}"
+            )
+        if any(not 0 <= worker < len(self.orders) for worker in self.placement):
+            raise ScheduleError(
+                f"schedule {self.name!r}: placement {self.placement} names a worker outside 0..{len(self.orders) - 1}, "
+                f"but there are orders for {len(self.orders)} workers"
+            )
+        if self.microbatches < 1:
+            raise ScheduleError(f"schedule {self.name!r}: needs at least one micro-batch, got {self.microbatches}")
+
+    @property
+    def n_stages(self) -> int:
+        """How many stages."""
+        return self.graph.n_stages
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers."""
+        return len(self.orders)
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that a worker holds, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == worker)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """False for a schedule of forwards only."""
+        return any(action.kind != "F" for order in self.orders for action in order)
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "I")
+
+    def whole_backward(self, stage: int, microbatch: int) -> bool:
+        """Whether the backward of this stage and micro-batch is one B rather than an I and a W."""
+        return (stage, microbatch) not in self._split
+
+    def splits_backward(self, stage: int) -> bool:
+        """Whether the stage has any I and W instead of a B."""
+        return any((stage, microbatch) in self._split for microbatch in range(self.microbatches))
+
+    def validate(self) -> Report:
+        """Prove that this schedule runs to its end; raises ScheduleError with the first fault found."""
+        return validate(self)
+
+    def lower(self) -> tuple[tuple[Instruction, ...], ...]:
+        """Each worker's actions with its sends and receives, see `stageflow.schedule.lower`."""
+        return lower(self)
+
+    def simulate(self, costs: Costs | None = None) -> Simulation:
+        """Times of every action; costs in seconds, by default 1 for F, I and W, 2 for B and nothing for a hop."""
+        return simulate(self, costs or Costs())
+
+    def timeline(self, path: str | Path, costs: Costs | None = None) -> None:
+        """Draw a simulated step as one HTML page that needs no network."""
+        simulation = self.simulate(costs)
+        title = f"{self.name}: {self.n_stages} stages, {self.n_workers} workers, {self.microbatches} micro-batches"
+        page = render_html(simulation.events(), title=title, workers=self.n_workers, unit=None if costs else "unit")
+        Path(path).write_text(page, encoding="utf-8")
+
+    def draw(self, costs: Costs | None = None) -> str:
+        """A picture in characters, for whole-number costs, see `stageflow.schedule.text.draw`."""
+        return notation.draw(self, costs)
+
+    def __str__(self) -> str:
+        return notation.print_text(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read the text form; raises ScheduleError for what is none."""
+        name, stages, edges, placement, microbatches, orders = notation.parse_text(text)
+        return cls(name, StageGraph(stages, edges), placement, microbatches, orders)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The orders as torch.distributed.pipelining's "compute_only" table; written to ``path`` if given."""
+        table = notation.print_csv(self.orders)
+        if path is not None:
+            Path(path).write_text(table, encoding="utf-8")
+        return table
+
+    @classmethod
+    def from_csv(cls, source: str | Path, *, name: str = "csv", graph: StageGraph | None = None) -> Schedule:
+        """Read such a table from a file (a Path, or a string without a newline) or from its text.
+
+        Placement and number of micro-batches are those of the actions. graph: default a chain.
+        """
+        is_text = isinstance(source, str) and "\n" in source
+        return cls.from_orders(
+            notation.parse_csv(str(source) if is_text else Path(source).read_text(encoding="utf-8")),
+            name=name,
+            graph=graph,
+        )
+
+    @classmethod
+    def from_orders(
+        cls, orders: Sequence[str | Sequence[Action]], *, name: str = "custom", graph: StageGraph | None = None
+    ) -> Schedule:
+        """Make a schedule from each worker's actions, given as Actions or in the notation.
+
+            Schedule.from_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+
+        Placement and number of micro-batches are those of the actions. graph: default a chain.
+        """
+        parsed = [notation.parse_actions(order) if isinstance(order, str) else tuple(order) for order in orders]
+        placement = notation.placement_of(parsed)
+        microbatches = 1 + max((action.microbatch for order in parsed for action in order), default=0)
+        return cls(name, graph or StageGraph.chain(len(placement)), placement, microbatches, tuple(parsed))

@@ -1,0 +1,196 @@
+"""What a schedule would take, from the time of each action and of each hop between workers.
+
+Every worker runs its own actions in order; an action starts as soon as its worker is free and everything it needs has
+arrived. A value that crosses to another worker arrives ``hop`` after the action that made it ended; sending keeps
+neither worker busy. With the orders given there is nothing to choose, so the times are exact longest paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from stageflow.errors import InputError
+from stageflow.observe.events import Event
+from stageflow.schedule.actions import Action
+from stageflow.schedule.walk import walk
+
+if TYPE_CHECKING:
+    from stageflow.schedule.schedule import Schedule
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that each kind of action takes; one number for all stages, or one per stage.
+
+    forward, backward_input, backward_weight: time of F, I and W.
+    backward: time of a whole B; None: that of I and W together.
+    hop: from the end of an action until its value is at another worker; one number, or one per edge of the graph
+        as {(producer, consumer): seconds}, used for values and gradients alike.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    hop: float | Mapping[tuple[int, int], float] = 0.0
+
+    def of(self, action: Action) -> float:
+        """Seconds of one action."""
+        kind, stage, _ = action
+        if kind == "F":
+            return _at(self.forward, stage)
+        if kind == "I":
+            return _at(self.backward_input, stage)
+        if kind == "W":
+            return _at(self.backward_weight, stage)
+        if self.backward is None:
+            return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
+        return _at(self.backward, stage)
+
+    def hop_between(self, source: int, target: int) -> float:
+        """Seconds for a value of stage ``source`` to reach stage ``target`` on another worker."""
+        if not isinstance(self.hop, Mapping):
+            return self.hop
+        return self.hop[min(source, target), max(source, target)]
+
+    def check(self, stages: int, edges: frozenset[tuple[int, int]]) -> None:
+        """Raise InputError unless there is a time for every stage and edge and none is negative."""
+        for name in ("forward", "backward_input", "backward_weight", "backward"):
+            given = getattr(self, name)
+            times = given if isinstance(given, Sequence) else () if given is None else (given,)
+            if isinstance(given, Sequence) and len(given) != stages:
+                raise InputError(f"costs.{name} has {len(given)} times for {stages} stages")
+            if any(time < 0 for time in times):
+                raise InputError(f"costs.{name} has a negative time: {given}")
+        if isinstance(self.hop, Mapping):
+            missing = sorted(edges - set(self.hop))
+            if missing:
+                raise InputError(f"costs.hop has no time for the edges {missing}")
+        elif self.hop < 0:
+            raise InputError(f"costs.hop is negative: {self.hop}")
+
+
+def _at(times: PerStage, stage: int) -> float:
+    return times[stage] if isinstance(times, Sequence) else times
+
+
+class Times(NamedTuple):
+    """When an action starts and ends, in seconds from the start of the step."""
+
+    start: float
+    end: float
+
+
+class Idle(NamedTuple):
+    """Where one worker's idle time lies, in seconds: before its first action, between actions, after its last."""
+
+    warm_up: float
+    waiting: float
+    drain: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step.
+
+    times: start and end of every action.
+    steps: (worker, action, what it needed) in an order in which nothing comes before what it needs.
+    workers: how many.
+    """
+
+    times: dict[Action, Times]
+    steps: list[tuple[int, Action, tuple[Action, ...]]] = field(repr=False)
+    workers: int
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of work per worker."""
+        total = [0.0] * self.workers
+        for worker, action, _ in self.steps:
+            start, end = self.times[action]
+            total[worker] += end - start
+        return tuple(total)
+
+    @cached_property
+    def _extent(self) -> tuple[Times, ...]:
+        first, last = [None] * self.workers, [0.0] * self.workers
+        for worker, action, _ in self.steps:
+            start, end = self.times[action]
+            first[worker] = start if first[worker] is None else first[worker]
+            last[worker] = end
+        return tuple(Times(start or 0.0, end) for start, end in zip(first, last, strict=True))
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end over all workers."""
+        return max(end for _, end in self._extent)
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Per worker, seconds from its first start to its last end."""
+        return tuple(end - start for start, end in self._extent)
+
+    @property
+    def span(self) -> float:
+        """The longest of `spans`: what one step costs when steps follow each other without a flush."""
+        return max(self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Share of `makespan` in which workers idle, over all workers: 0 is perfect."""
+        return 1 - sum(self.busy) / (self.makespan * self.workers) if self.makespan else 0.0
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Share of `makespan` in which each worker idles."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def span_bubble(self) -> float:
+        """(span - work of the busiest worker) / span, the measure of the zero-bubble papers."""
+        return (self.span - max(self.busy)) / self.span if self.span else 0.0
+
+    @property
+    def idle(self) -> tuple[Idle, ...]:
+        """Per worker, its idle seconds by cause; they add up to makespan - busy."""
+        return tuple(
+            Idle(start, end - start - busy, self.makespan - end)
+            for (start, end), busy in zip(self._extent, self.busy, strict=True)
+        )
+
+    def events(self) -> list[Event]:
+        """The step as `observe` draws and writes it."""
+        return [
+            Event(worker, action.stage, action.kind, action.microbatch, *self.times[action])
+            for worker, action, _ in self.steps
+        ]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Run a schedule on paper.
+
+    Raises InputError when the costs don't fit the stages, ScheduleError when the schedule deadlocks.
+    """
+    costs.check(schedule.n_stages, schedule.graph.edges)
+    placement = schedule.placement
+    free = [0.0] * schedule.n_workers
+    times: dict[Action, Times] = {}
+    steps: list[tuple[int, Action, tuple[Action, ...]]] = []
+    for step in walk(schedule):
+        worker, action, needs = step
+        start = free[worker]
+        for need in needs:
+            arrival = times[need].end
+            if placement[need.stage] != worker:
+                arrival += costs.hop_between(need.stage, action.stage)
+            if arrival > start:
+                start = arrival
+        free[worker] = end = start + costs.of(action)
+        times[action] = Times(start, end)
+        steps.append(step)
+    return Simulation(times, steps, schedule.n_workers)

@@ -14,7 +14,7 @@ ARGS  ?=
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench soak clean
+.PHONY: help setup train test check lint types layers bench soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -36,9 +36,15 @@ train: $(STAMP) ## train a small GPT in two stages (about a minute); DATA=path f
 test: $(STAMP) ## run all tests; TESTS= for a part, ARGS= for pytest's flags
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
-check: $(STAMP) ## lint, types, layers
+check: lint types layers ## lint, types, layers
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/pyright
+
+layers: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP) ## run every benchmark; use an idle machine

@@ -6,6 +6,7 @@ all workers. What lies outside it (the optimizer's step, loading a batch) is no 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from stageflow.observe.events import COMPUTE_KINDS, Event
 
 CAUSES = {
     "fill": "before the worker's first action",
-    "activations": "waiting for activations: the idle time right before an F",
-    "gradients": "waiting for gradients: the idle time right before a B or an I",
+    "activations": "waiting right before an F",
+    "gradients": "waiting right before a B or an I",
     "send": "handing messages over",
     "overhead": "everything else between two actions",
     "drain": "after the worker's last action",
@@ -108,31 +109,39 @@ def _idle(lane: Sequence[Event], start: float, end: float, has_waits: bool) -> d
     if not actions:
         causes["fill"] = end - start
         return causes
-    others = [event for event in lane if event.kind in ("wait", "send")]
+    waits = _Cover(event for event in lane if event.kind == "wait")
+    sends = _Cover(event for event in lane if event.kind == "send")
     causes["fill"] = actions[0].start - start
     reached = actions[0].end
     for action in actions[1:]:
         gap = action.start - reached
         if gap > 0:
-            _share_gap(causes, action, reached, others, has_waits)
+            sending = min(gap, sends.within(reached, action.start))
+            waiting = min(gap - sending, waits.within(reached, action.start)) if has_waits else gap - sending
+            reason = "activations" if action.kind == "F" else "gradients" if action.kind in "BI" else "overhead"
+            causes[reason] += waiting
+            causes["send"] += sending
+            causes["overhead"] += gap - waiting - sending
         reached = max(reached, action.end)
     causes["drain"] = end - reached
     return causes
 
 
-def _share_gap(causes: dict[str, float], action: Event, since: float, others: Sequence[Event], has_waits: bool) -> None:
-    """Share the idle time from `since` to the start of `action` among waiting, sending and overhead."""
-    gap = action.start - since
-    sending = _covered(others, "send", since, action.start)
-    waiting = _covered(others, "wait", since, action.start) if has_waits else gap - sending
-    reason = "activations" if action.kind == "F" else "gradients" if action.kind in "BI" else "overhead"
-    causes[reason] += waiting
-    causes["send"] += sending
-    causes["overhead"] += max(0.0, gap - waiting - sending)
+class _Cover:
+    """Tells how much of a gap some events cover; gaps must be asked for in order of time."""
 
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = sorted(events, key=lambda event: event.start)
+        self._next = 0
 
-def _covered(events: Iterable[Event], kind: str, start: float, end: float) -> float:
-    """Seconds between start and end that events of this kind cover."""
-    return sum(
-        max(0.0, min(event.end, end) - max(event.start, start)) for event in events if event.kind == kind
-    )
+    def within(self, start: float, end: float) -> float:
+        """Seconds between start and end that the events cover."""
+        events = self._events
+        while self._next < len(events) and events[self._next].end <= start:
+            self._next += 1
+        covered = 0.0
+        for event in itertools.islice(events, self._next, None):
+            if event.start >= end:
+                break
+            covered += min(event.end, end) - max(event.start, start)
+        return covered

@@ -29,8 +29,9 @@ function draw() {
     if (!text) continue;
     const shown = Math.min(x + size, width) - Math.max(x, 0);
     text.setAttribute("x", Math.max(x, 0) + shown / 2);
-    const room = shown >= 7.2 * text.textContent.length + 2;
-    if (room) text.removeAttribute("display"); else text.setAttribute("display", "none");
+    const font = Math.min(11.5, (shown - 1.5) / (0.62 * text.textContent.length));
+    text.setAttribute("font-size", font);
+    if (font >= 7.5) text.removeAttribute("display"); else text.setAttribute("display", "none");
   }
   drawAxis(scale);
 }
@@ -48,6 +49,7 @@ function drawAxis(scale) {
     text.setAttribute("x", x);
     text.setAttribute("y", bottom + 16);
     if (x < 12) text.setAttribute("class", "first");
+    else if (x > width - 24) text.setAttribute("class", "last");
     text.textContent = `${(i * step).toFixed(digits)} ${unit}`.trim();
     marks.push(line, text);
   }

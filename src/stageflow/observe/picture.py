@@ -26,7 +26,6 @@ GHOST_HEIGHT = 13
 LANE_GAP = 9
 AXIS_HEIGHT = 26
 LEGEND_HEIGHT = 30
-DIGIT_WIDTH = 7.2
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -44,7 +43,9 @@ class Scale(NamedTuple):
     def fit(cls, start: float, end: float, width: float, unit: str | None) -> Scale:
         """unit: None to choose among s, ms and µs; otherwise the name of what the times count."""
         length = (end - start) or 1.0
-        factor, name = (1.0, unit) if unit is not None else next(u for u in UNITS if length >= 2 * u[0] or u is UNITS[-1])
+        if unit is not None:
+            return cls(start, length, 1.0, unit, width)
+        factor, name = next((u for u in UNITS if length >= 2 * u[0]), UNITS[-1])
         return cls(start, length, factor, name, width)
 
     def x(self, time: float) -> float:
@@ -155,9 +156,10 @@ def _block(event: Event, y: float, height: int, scale: Scale, stages: list[int],
     words = f"{prefix}{_describe(event)}\n{scale.words(event.start)} to {scale.words(event.end)}, "
     words += scale.words(event.duration)
     number = str(event.microbatch) if work else ""
-    hidden = "" if size >= DIGIT_WIDTH * len(number) + 2 else ' display="none"'
+    font = digit_size(size, len(number))
+    hidden = "" if font else ' display="none"'
     text = (
-        f'<text x="{left + size / 2:.2f}" y="{y + height / 2:g}"{hidden}>{number}</text>'
+        f'<text x="{left + size / 2:.2f}" y="{y + height / 2:g}" font-size="{font:g}"{hidden}>{number}</text>'
         if number and height >= LANE_HEIGHT
         else ""
     )
@@ -166,6 +168,12 @@ def _block(event: Event, y: float, height: int, scale: Scale, stages: list[int],
         f'data-e="{event.end:.9g}"><title>{escape(words)}</title>'
         f'<rect x="{left:.2f}" y="{top:g}" width="{size:.2f}" height="{tall}"/>{text}</g>'
     )
+
+
+def digit_size(room: float, digits: int) -> float:
+    """Font size, in pixels, of a number in a block this wide; 0 where it could not be read."""
+    size = min(11.5, (room - 1.5) / (0.62 * digits or 1))
+    return round(size, 1) if size >= 7.5 else 0
 
 
 def _describe(event: Event) -> str:
@@ -190,7 +198,7 @@ def _axis(scale: Scale, plot_height: float) -> str:
     marks: list[str] = []
     for tick in scale.ticks():
         x = scale.x(tick)
-        anchor = ' class="first"' if tick == 0 else ""
+        anchor = ' class="first"' if x < 12 else ' class="last"' if x > scale.width - 24 else ""
         marks.append(
             f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{plot_height + 4:g}"/>'
             f'<text x="{x:.2f}" y="{plot_height + 16:g}"{anchor}>{scale.words(tick)}</text>'

@@ -82,7 +82,7 @@ def render_text(events: Sequence[Event], width: int = 100, *, workers: int | Non
     figures = summarize(events, count)
     name = len(f"worker {count - 1} ")
     cells = max(10, width - name - len(" 100%"))
-    lines = []
+    lines: list[str] = []
     for worker in range(count):
         actions = [event for event in events if event.worker == worker and event.kind in COMPUTE_KINDS]
         row = _text_row(actions, start, (end - start) / cells or 1.0, cells)
@@ -123,7 +123,7 @@ def _table(measured: Summary, expected: Summary | None, scale: Scale) -> str:
     """Busy share and idle time by cause, a row per worker."""
     causes = [cause for cause in CAUSES if any(idle[cause] > 0 for idle in measured.idle)]
     head = ["worker", "busy", *(["busy, predicted"] if expected else []), *(_COLUMNS[cause] for cause in causes)]
-    rows = []
+    rows: list[str] = []
     for worker, idle in enumerate(measured.idle):
         share = measured.busy_share[worker]
         cells = [f"<td>worker {worker}</td>", f'<td class="share">{_bar(share)}{share:.1%}</td>']
@@ -131,8 +131,7 @@ def _table(measured: Summary, expected: Summary | None, scale: Scale) -> str:
             cells.append(f"<td>{expected.busy_share[worker]:.1%}</td>")
         cells += [_cell(idle[cause], measured.span, scale) for cause in causes]
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    notes = "; ".join(f"<b>{_COLUMNS[cause]}</b>: {words.partition(': ')[2] or words}" for cause, words in CAUSES.items()
-                      if cause in causes)
+    notes = "; ".join(f"<b>{_COLUMNS[cause]}</b>: {CAUSES[cause]}" for cause in causes)
     return (
         '<h2>Where the time went</h2><div class="wide"><table><thead><tr>'
         + "".join(f"<th>{words}</th>" for words in head)

@@ -31,7 +31,7 @@ function draw() {
     text.setAttribute("x", Math.max(x, 0) + shown / 2);
     const font = Math.min(11.5, (shown - 1.5) / (0.62 * text.textContent.length));
     text.setAttribute("font-size", font);
-    if (font >= 7.5) text.removeAttribute("display"); else text.setAttribute("display", "none");
+    if (font >= 6.5) text.removeAttribute("display"); else text.setAttribute("display", "none");
   }
   drawAxis(scale);
 }

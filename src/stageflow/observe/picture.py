@@ -20,13 +20,22 @@ from stageflow.errors import InputError
 from stageflow.observe.events import COMPUTE_KINDS, KIND_WORDS, Event
 from stageflow.observe.metrics import step_span
 
-LABEL_WIDTH = 132
+LABEL_WIDTH = 92
 LANE_HEIGHT = 28
 GHOST_HEIGHT = 13
 LANE_GAP = 9
 AXIS_HEIGHT = 26
 LEGEND_HEIGHT = 30
 
+_KEYS = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I input gradients",
+    "W": "W weight gradients",
+    "wait": "waiting",
+    "send": "sending",
+    "update": "optimizer",
+}
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -53,8 +62,9 @@ class Scale(NamedTuple):
         return (time - self.start) / self.length * self.width
 
     def words(self, seconds: float) -> str:
-        """A length of time with its unit, four digits at most: ``12.5 ms``."""
-        return f"{seconds / self.factor:.4g} {self.unit}".rstrip()
+        """A length of time with its unit, to three digits: ``12.5 ms``."""
+        number = seconds / self.factor
+        return f"{number:{'.0f' if abs(number) >= 100 else '.3g'}} {self.unit}".rstrip()
 
     def ticks(self, about: int = 10) -> list[float]:
         """Round times (1, 2 or 5 times a power of ten), about this many, relative to the start."""
@@ -89,7 +99,9 @@ def render_svg(
     chunks = stages_by_worker([*shown, *ghosts], workers)
     pitch = LANE_HEIGHT + LANE_GAP + (GHOST_HEIGHT + 1 if ghosts else 0)
     plot_height = workers * pitch
-    height = LEGEND_HEIGHT + plot_height + AXIS_HEIGHT
+    notes = _notes(chunks, bool(ghosts))
+    top = LEGEND_HEIGHT + (18 if notes else 0)
+    height = top + plot_height + AXIS_HEIGHT
     lanes = [_lane(shown, worker, worker * pitch, LANE_HEIGHT, scale, chunks, "") for worker in range(workers)]
     if ghosts:
         below = LANE_HEIGHT + 1
@@ -103,11 +115,11 @@ def render_svg(
         f'data-unit="{escape(scale.unit)}"><style>{style_sheet()}</style>'
     )
     plot = (
-        f'<svg class="plot" x="{LABEL_WIDTH}" y="{LEGEND_HEIGHT}" width="{scale.width:g}" '
+        f'<svg class="plot" x="{LABEL_WIDTH}" y="{top}" width="{scale.width:g}" '
         f'height="{plot_height + AXIS_HEIGHT}">'
     )
-    legend = _legend([*shown, *ghosts], any(len(stages) > 1 for stages in chunks), bool(ghosts))
-    labels = [_label(worker, chunks[worker], LEGEND_HEIGHT + worker * pitch) for worker in range(workers)]
+    legend = _legend([*shown, *ghosts], notes)
+    labels = [_label(worker, chunks[worker], top + worker * pitch) for worker in range(workers)]
     return "\n".join([head, legend, *labels, plot, _axis(scale, plot_height), *lanes, "</svg>", "</svg>"])
 
 
@@ -173,7 +185,7 @@ def _block(event: Event, y: float, height: int, scale: Scale, stages: list[int],
 def digit_size(room: float, digits: int) -> float:
     """Font size, in pixels, of a number in a block this wide; 0 where it could not be read."""
     size = min(11.5, (room - 1.5) / (0.62 * digits or 1))
-    return round(size, 1) if size >= 7.5 else 0
+    return round(size, 1) if size >= 6.5 else 0
 
 
 def _describe(event: Event) -> str:
@@ -188,8 +200,8 @@ def _label(worker: int, stages: list[int], y: float) -> str:
     held = f"{'stage' if len(stages) == 1 else 'stages'} {listed}" if stages else "no stage"
     middle = y + LANE_HEIGHT / 2
     return (
-        f'<text class="name" x="0" y="{middle:g}">worker {worker}</text>'
-        f'<text class="held" x="{LABEL_WIDTH - 12}" y="{middle:g}">{held}</text>'
+        f'<text class="name" x="0" y="{middle - 6.5:g}">worker {worker}</text>'
+        f'<text class="held" x="0" y="{middle + 7:g}">{held}</text>'
     )
 
 
@@ -206,19 +218,25 @@ def _axis(scale: Scale, plot_height: float) -> str:
     return f'<g class="axis" data-y="{plot_height:g}">{"".join(marks)}</g>'
 
 
-def _legend(events: Sequence[Event], shaded: bool, ghosts: bool) -> str:
-    """What the colours mean, for the kinds that occur."""
+def _notes(chunks: list[list[int]], ghosts: bool) -> list[str]:
+    shaded = any(len(stages) > 1 for stages in chunks)
+    return ["paler blocks: every other stage of a worker"] * shaded + ["thin lanes: predicted"] * ghosts
+
+
+def _legend(events: Sequence[Event], notes: Sequence[str]) -> str:
+    """What the colours mean, for the kinds that occur; notes go into a second line."""
     kinds = {event.kind for event in events}
     x = float(LABEL_WIDTH)
     parts: list[str] = []
-    for kind in (kind for kind in KIND_WORDS if kind in kinds):
-        words = f"{kind} {KIND_WORDS[kind]}" if kind in COMPUTE_KINDS else KIND_WORDS[kind]
+    for kind, words in _KEYS.items():
+        if kind not in kinds:
+            continue
         tall, top = (12, 3) if kind in COMPUTE_KINDS or kind == "update" else (4, 7)
         parts.append(
             f'<g class="ev {kind}"><rect x="{x:g}" y="{top}" width="16" height="{tall}"/></g>'
             f'<text class="key" x="{x + 22:g}" y="9">{words}</text>'
         )
-        x += 22 + 6.3 * len(words) + 18
-    notes = ["paler: every other stage of a worker"] * shaded + ["thin lane: predicted"] * ghosts
-    parts += [f'<text class="key" x="{x:g}" y="9">{"; ".join(notes)}</text>'] * bool(notes)
+        x += 22 + 6.2 * len(words) + 16
+    if notes:
+        parts.append(f'<text class="key" x="{LABEL_WIDTH}" y="27">{"; ".join(notes)}</text>')
     return f'<g class="legend">{"".join(parts)}</g>'

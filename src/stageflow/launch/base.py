@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stageflow.launch.board import BoardWriter
+from stageflow.errors import LaunchError
 from stageflow.transport.base import Endpoint, Interrupt
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
@@ -42,7 +42,9 @@ class Wiring(Protocol):
 
 
 class Board(Protocol):
-    """Where a worker says what it does."""
+    """Where a worker says what it does. action: what it said last."""
+
+    action: str
 
     def set(self, action: str, waits_for: str = "") -> None: ...
 
@@ -60,7 +62,7 @@ class WorkerContext:
     rank: int
     size: int
     interrupt: Interrupt
-    board: Board | BoardWriter
+    board: Board
     device: str = "cpu"
     connect: Callable[[Interrupt], Endpoint] | None = field(default=None, repr=False)
     _endpoint: Endpoint | None = field(default=None, repr=False)
@@ -69,8 +71,6 @@ class WorkerContext:
         """This worker's door to the others, opened at the first call. Raises LaunchError in a group without one."""
         if self._endpoint is None:
             if self.connect is None:
-                from stageflow.errors import LaunchError
-
                 raise LaunchError("this group was started without wiring=, so its workers have no endpoints")
             self._endpoint = self.connect(self.interrupt)
         return self._endpoint
@@ -128,7 +128,11 @@ class WorkerGroup(ABC):
     """Workers that each hold one service object. Used by one thread of the driver."""
 
     size: int
-    endpoint: Endpoint
+
+    @property
+    @abstractmethod
+    def endpoint(self) -> Endpoint:
+        """The driver's own door to the workers, number ``size``. Raises LaunchError in a group without wiring."""
 
     @abstractmethod
     def cast(

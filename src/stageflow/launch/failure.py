@@ -1,0 +1,135 @@
+"""From what went wrong in a worker to the exception the driver raises."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stageflow.errors import Aborted, StageFailed, TransferTimeout, TransportError, WorkerDied, WorkerHung
+from stageflow.launch.base import WorkerStatus
+from stageflow.launch.supervisor import FailureKind
+
+_ACTION = re.compile(r"(\d+)[A-Z](\d+)")
+
+
+@dataclass
+class Report:
+    """An exception that ended a worker's call, and where.
+
+    when: time.monotonic() at which it was caught. text: its traceback. action: what the worker did, "" if unknown.
+    """
+
+    rank: int
+    when: float
+    kind: FailureKind
+    error: BaseException
+    text: str
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, doing: str) -> Report:
+        """Describe an exception just caught on a worker.
+
+        The place is what the exception says itself (attributes ``stage``, ``microbatch``, ``action``), else what the
+        worker's status said it was ``doing``.
+        """
+        action = str(getattr(error, "action", None) or doing)
+        stage, microbatch = split_action(action)
+        own_stage, own_microbatch = getattr(error, "stage", None), getattr(error, "microbatch", None)
+        return cls(
+            rank=rank,
+            when=time.monotonic(),
+            kind=kind_of(error),
+            error=error,
+            text="".join(traceback.format_exception(error)),
+            stage=own_stage if isinstance(own_stage, int) else stage,
+            microbatch=own_microbatch if isinstance(own_microbatch, int) else microbatch,
+            action=action,
+        )
+
+
+def split_action(action: str) -> tuple[int | None, int | None]:
+    """Stage and micro-batch of an action's text ("5B3": 5, 3), as far as it is one."""
+    match = _ACTION.match(action)
+    return (int(match[1]), int(match[2])) if match else (None, None)
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """How much an exception says about the cause (see supervisor.Failed)."""
+    match error:
+        case Aborted():
+            return "aborted"
+        case TransferTimeout():
+            return "timeout"
+        case TransportError():
+            return "transport"
+        case _:
+            return "error"
+
+
+def stage_failed(report: Report, *, closed: bool, stuck: Sequence[int] = ()) -> StageFailed:
+    """The error of a call in which a worker's code raised; its ``__cause__`` is that exception.
+
+    The exception carries ``worker``, ``stage``, ``microbatch`` and ``action`` as attributes.
+    """
+    where = f"worker {report.rank}" + (f" (stage {report.stage})" if report.stage is not None else "")
+    during = f" during {report.action}" if report.action else ""
+    first = next(iter(str(report.error).splitlines()), "")
+    what = type(report.error).__name__ + (f": {first}" if first else "")
+    error = StageFailed(
+        f"{where} raised {what}{during}" + _aftermath(closed, stuck),
+        worker=report.rank,
+        stage=report.stage,
+        microbatch=report.microbatch,
+        action=report.action or None,
+    )
+    error.__cause__ = report.error
+    return error
+
+
+def _aftermath(closed: bool, stuck: Sequence[int]) -> str:
+    if stuck:
+        names = ", ".join(map(str, stuck))
+        return f"; worker {names} did not stop when told to, so all workers were ended and the group is closed"
+    return "; the group is closed" if closed else ""
+
+
+def worker_died(status: WorkerStatus, code: int, stacks: str = "") -> WorkerDied:
+    """The error of a worker whose process ended.
+
+    code: its exit code, or minus the signal that ended it. stacks: what it wrote to its fault log.
+    """
+    stage, microbatch = split_action(status.action)
+    where = f"worker {status.rank}" + (f" (stage {stage})" if stage is not None else "")
+    if code < 0:
+        try:
+            name = f" ({signal.Signals(-code).name})"
+        except ValueError:
+            name = ""
+        how = f"died of signal {-code}{name}"
+    else:
+        how = f"exited with code {code}"
+    text = f"{where} {how} during {status.action or 'its start'}; the group is closed"
+    if code == -signal.SIGKILL:
+        text += ". Nobody but the system or a person sends SIGKILL: look whether memory ran out (dmesg)"
+    if stacks:
+        text += "\n" + stacks.rstrip()
+    return WorkerDied(text, worker=status.rank, stage=stage, microbatch=microbatch, action=status.action or None)
+
+
+def worker_hung(statuses: Sequence[WorkerStatus], timeout: float, stacks: Mapping[int, str]) -> WorkerHung:
+    """The error of a call in which nothing moved for ``timeout`` seconds."""
+    lines = [f"no worker made progress for {timeout:g} s; all workers were ended and the group is closed"]
+    for status in statuses:
+        lines.append(f"  {status}")
+    for rank, stack in sorted(stacks.items()):
+        if stack:
+            lines.append(f"stacks of worker {rank}:")
+            lines.extend(f"  {line}" for line in stack.rstrip().splitlines())
+    return WorkerHung("\n".join(lines))

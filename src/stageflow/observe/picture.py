@@ -115,8 +115,7 @@ def render_svg(
         f'data-unit="{escape(scale.unit)}"><style>{style_sheet()}</style>'
     )
     plot = (
-        f'<svg class="plot" x="{LABEL_WIDTH}" y="{top}" width="{scale.width:g}" '
-        f'height="{plot_height + AXIS_HEIGHT}">'
+        f'<svg class="plot" x="{LABEL_WIDTH}" y="{top}" width="{scale.width:g}" height="{plot_height + AXIS_HEIGHT}">'
     )
     legend = _legend([*shown, *ghosts], notes)
     labels = [_label(worker, chunks[worker], top + worker * pitch) for worker in range(workers)]

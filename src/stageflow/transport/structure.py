@@ -46,7 +46,7 @@ def flatten(value: Any, classes: dict[str, type] | None = None, where: str = "va
     walk = _Flattener(classes)
     try:
         meta = walk.encode(value)
-    except _NoPlainForm as problem:
+    except _NoPlainFormError as problem:
         raise FrameError(f"{where}{''.join(walk.path)} {problem}") from None
     return walk.tensors, meta
 
@@ -72,7 +72,7 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-class _NoPlainForm(Exception):
+class _NoPlainFormError(Exception):
     """Says what is wrong with the value at the walk's path."""
 
 
@@ -124,7 +124,7 @@ class _Flattener:
             return {"returned": [self._name(cls), self._list(value)]}
         if isinstance(value, np.generic):
             return {"numpy_scalar": self._array(np.asarray(value))}
-        raise _NoPlainForm(
+        raise _NoPlainFormError(
             f"is a {cls.__module__}.{cls.__qualname__}, which can't travel between stages: only tensors, numbers, "
             "strings, lists, tuples, dicts, sets, dataclasses, named tuples, enums and numpy arrays can"
         )
@@ -140,7 +140,7 @@ class _Flattener:
         try:
             tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape).copy())
         except TypeError:
-            raise _NoPlainForm(f"is a numpy array of {value.dtype}, for which torch has no type") from None
+            raise _NoPlainFormError(f"is a numpy array of {value.dtype}, for which torch has no type") from None
         return self.tensor(tensor)["tensor"]
 
     def _name(self, cls: type) -> str:
@@ -151,14 +151,14 @@ class _Flattener:
 
     def _enum(self, cls: type, value: enum.Enum) -> Any:
         if value.name not in cls.__members__:
-            raise _NoPlainForm(f"is {value!r}, a mixture of members, which has no name of its own")
+            raise _NoPlainFormError(f"is {value!r}, a mixture of members, which has no name of its own")
         return {"enum": [self._name(cls), value.name]}
 
     def _at(self, step: str, value: Any) -> Any:
         self.path.append(step)
         if len(self.path) > MAX_DEPTH:
             del self.path[4:]
-            raise _NoPlainForm(f"is nested more than {MAX_DEPTH} levels deep, or contains itself")
+            raise _NoPlainFormError(f"is nested more than {MAX_DEPTH} levels deep, or contains itself")
         encoded = self.encode(value)
         self.path.pop()
         return encoded

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from stageflow.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -90,6 +91,16 @@ class StageResult:
 
     bundles: dict[int, Bundle]
     output: Any = None
+
+
+class StageBuilder(Protocol):
+    """What makes a stage on its worker; holds that stage's weights only, or the means to make them."""
+
+    index: int
+
+    def build(self, device: torch.device) -> StageProgram:
+        """Make the stage's program with its parameters and buffers on ``device``."""
+        ...
 
 
 class StageProgram(Protocol):

@@ -1,0 +1,260 @@
+"""A batch of a model's inputs, and the micro-batches it is cut into.
+
+    train_step(x[10, 3], mask=m[10, 7], target=y[10], ...) in 4 micro-batches
+
+        rows   0 1 2 | 3 4 5 | 6 7 | 8 9          sizes 3, 3, 2, 2: they differ by at most one
+
+Tensors whose first dimension is the batch size are cut; everything else reaches every micro-batch whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageflow.errors import InputError
+from stageflow.graph import Bundle
+from stageflow.transport.structure import flatten, unflatten
+
+TARGET = "target"
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The model's inputs and the target of one micro-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a flat batch is put together again; plain and the same for all micro-batches.
+
+    slots: per input (argument position, keyword or TARGET) its structure as `flatten` gives it.
+    cut: names of the tensors that are cut -> along which dimension.
+    sizes: samples in each micro-batch.
+    """
+
+    slots: dict[str, Any]
+    cut: dict[str, int]
+    sizes: tuple[int, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return {"slots": self.slots, "cut": self.cut, "sizes": list(self.sizes)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Layout:
+        return cls(plain["slots"], plain["cut"], tuple(plain["sizes"]))
+
+
+@dataclass
+class Batch:
+    """A whole batch, flat: tensors by name (``"0/..."`` positional, ``"=mask/..."`` keyword, ``"target/..."``)."""
+
+    tensors: dict[str, Tensor]
+    layout: Layout
+    classes: dict[str, type]
+
+    def __post_init__(self) -> None:
+        # (slot, its structure, [(short name, tensor, dimension it is cut along)]), looked up once per micro-batch
+        self._slots = [
+            (
+                slot,
+                meta,
+                [
+                    (name[len(slot) + 1 :], tensor, self.layout.cut.get(name))
+                    for name, tensor in self.tensors.items()
+                    if name.startswith(slot + "/")
+                ],
+            )
+            for slot, meta in self.layout.slots.items()
+        ]
+
+    def microbatch(self, index: int) -> MicroBatch:
+        """Cut one micro-batch out; its tensors are views."""
+        layout = self.layout
+        start = sum(layout.sizes[:index])
+        size = layout.sizes[index]
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        target = None
+        for slot, meta, leaves in self._slots:
+            tensors = {
+                name: tensor if dim is None else tensor.narrow(dim, start, size) for name, tensor, dim in leaves
+            }
+            value = unflatten(meta, tensors, self.classes)
+            if slot.isdigit():
+                args.append(value)
+            elif slot == TARGET:
+                target = value
+            else:
+                kwargs[slot[1:]] = value
+        return MicroBatch(tuple(args), kwargs, target)
+
+    def bundle(self, wanted: Callable[[str], bool]) -> Bundle:
+        """The message that carries this batch to a worker; of tensors nobody there wants, only the form."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if wanted(name)}
+        forms = {
+            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            for name, tensor in self.tensors.items()
+            if name not in tensors
+        }
+        return Bundle(tensors, {"layout": self.layout.plain(), "forms": forms, "order": list(self.tensors)})
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle, device: torch.device, classes: dict[str, type]) -> Batch:
+        """The other end of `bundle`: tensors on the device, unwanted ones as forms without content."""
+        tensors: dict[str, Tensor] = {}
+        forms = bundle.meta["forms"]
+        for name in bundle.meta["order"]:
+            if name in forms:
+                shape, dtype = forms[name]
+                tensors[name] = torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
+            else:
+                tensors[name] = bundle.tensors[name].to(device, non_blocking=True)
+        return cls(tensors, Layout.from_plain(bundle.meta["layout"]), classes)
+
+
+def cut_batch(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    microbatches: int,
+    batch_dims: Mapping[str, int | None],
+    positional_names: tuple[str, ...] = (),
+) -> Batch:
+    """Flatten a batch and decide how it is cut.
+
+    batch_dims: argument name ("target" too, positional ones by the model's own name or by number) -> the dimension
+        its tensors are cut along, or None to keep them whole. Others are cut along dimension 0 where its size is the
+        batch size: that of the first tensor argument, of the first one named in batch_dims if there is one.
+    positional_names: names of the model's positional arguments.
+    Raises InputError when there is nothing to cut into micro-batches or sizes disagree.
+    """
+    classes: dict[str, type] = {}
+    slots: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    entries = [(str(i), positional_names[i] if i < len(positional_names) else str(i), a) for i, a in enumerate(args)]
+    entries += [("=" + key, key, value) for key, value in kwargs.items()]
+    if target is not None:
+        entries.append((TARGET, TARGET, target))
+    for slot, name, value in entries:
+        flat, slots[slot] = flatten(value, classes)
+        for leaf, tensor in flat.items():
+            tensors[f"{slot}/{leaf}"] = tensor.detach() if not tensor.requires_grad else tensor
+            names[f"{slot}/{leaf}"] = name
+    known = {name for _, name, _ in entries} | {slot for slot, _, _ in entries if slot.isdigit()}
+    if unknown := set(batch_dims) - known:
+        raise InputError(f"batch_dims names {sorted(unknown)}, but this batch has the arguments {sorted(known)}")
+
+    def told(leaf: str) -> tuple[bool, int | None]:
+        for key in (names[leaf], leaf.split("/", 1)[0]):
+            if key in batch_dims:
+                return True, batch_dims[key]
+        return False, 0
+
+    size = _batch_size(tensors, told, names)
+    cut: dict[str, int] = {}
+    for leaf, tensor in tensors.items():
+        explicit, dim = told(leaf)
+        if dim is None or size is None:
+            continue
+        if explicit and (tensor.dim() <= dim or tensor.shape[dim] != size):
+            raise InputError(
+                f"argument {names[leaf]!r} has shape {tuple(tensor.shape)}, but batch_dims says that its dimension {dim} "
+                f"is the batch, of size {size}"
+            )
+        if explicit or (tensor.dim() > 0 and tensor.shape[0] == size):
+            cut[leaf] = dim
+    _check_target(tensors, cut, size, target is not None, explicit=TARGET in batch_dims)
+    sizes = (1,) if size is None else split_sizes(size, microbatches)
+    return Batch(tensors, Layout(slots, cut, sizes), classes)
+
+
+def _batch_size(
+    tensors: Mapping[str, Tensor], told: Callable[[str], tuple[bool, int | None]], names: Mapping[str, str]
+) -> int | None:
+    """The number of samples; None when no tensor has a batch dimension."""
+    candidates: list[tuple[int, str]] = []
+    for leaf, tensor in tensors.items():
+        explicit, dim = told(leaf)
+        if dim is None or tensor.dim() <= dim or (leaf.startswith(TARGET + "/") and candidates):
+            continue
+        candidates.append((0 if explicit else 1, leaf))
+    if not candidates:
+        return None
+    _, leaf = min(candidates, key=lambda item: item[0])
+    size = tensors[leaf].shape[told(leaf)[1] or 0]
+    if size == 0:
+        raise InputError(f"the batch is empty: argument {names[leaf]!r} has shape {tuple(tensors[leaf].shape)}")
+    return size
+
+
+def _check_target(
+    tensors: Mapping[str, Tensor], cut: Mapping[str, int], size: int | None, given: bool, explicit: bool
+) -> None:
+    """A target none of whose tensors has the batch's size is a mistake, not something to hand over whole."""
+    leaves = [leaf for leaf in tensors if leaf.startswith(TARGET + "/")]
+    if not given or explicit or size is None or not leaves or any(leaf in cut for leaf in leaves):
+        return
+    shapes = [tuple(tensors[leaf].shape) for leaf in leaves]
+    raise InputError(
+        f"the batch has {size} samples, but the target has shape {shapes[0] if len(shapes) == 1 else shapes}: "
+        "its first dimension must be the batch (or say batch_dims={'target': dim}, None to hand it over whole)"
+    )
+
+
+def split_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Cut `size` samples into at most `parts` micro-batches whose sizes differ by at most one, larger ones first."""
+    parts = min(size, parts)
+    return tuple(size // parts + (i < size % parts) for i in range(parts))
+
+
+def merge_outputs(outputs: list[Any], sizes: tuple[int, ...]) -> Any:
+    """Put the outputs of all micro-batches together: the model's own kind of output for the whole batch.
+
+    Tensors whose first dimension is the micro-batch are joined along it. A floating-point scalar (a loss) becomes the
+    mean weighted by micro-batch size. Anything else must be the same in every micro-batch.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    classes: dict[str, type] = {}
+    flats, metas = [], []
+    for output in outputs:
+        flat, meta = flatten(output, classes)
+        flats.append(flat)
+        metas.append(meta)
+    if any(meta != metas[0] for meta in metas[1:]):
+        raise InputError(
+            "the outputs of the micro-batches differ in more than their tensors, so they can't be put together: "
+            f"{metas[0]} and {next(m for m in metas if m != metas[0])}; use microbatches=1"
+        )
+    merged = {name: _merge(name, [flat[name] for flat in flats], sizes) for name in flats[0]}
+    return unflatten(metas[0], merged, classes)
+
+
+def _merge(name: str, parts: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    first = parts[0]
+    if first.dim() > 0 and all(part.shape[0] == size for part, size in zip(parts, sizes, strict=True)):
+        return torch.cat(parts)
+    if first.dim() == 0 and first.dtype.is_floating_point:
+        weights = [size / sum(sizes) for size in sizes]
+        return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum()
+    if first.dim() > 0 and all(
+        part.shape[0] % size == 0 and part.shape[0] // size == first.shape[0] // sizes[0] and part.shape[1:] == first.shape[1:]
+        for part, size in zip(parts, sizes, strict=True)
+    ):  # several rows a sample (beams, image tiles)
+        return torch.cat(parts)
+    if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+        return first
+    raise InputError(
+        f"output {name!r} has shapes {[tuple(part.shape) for part in parts]} in micro-batches of sizes {list(sizes)}: "
+        "no dimension 0 to join along and not the same in each; use microbatches=1"
+    )

@@ -1,0 +1,188 @@
+"""Runs one worker's share of a schedule: a table from the kind of an action to what it does.
+
+There is no other loop: gpipe, 1F1B and the zero-bubble schedules differ only in the list they hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stageflow.errors import StageflowError
+from stageflow.graph import Bundle, StageGraph
+from stageflow.observe.recorder import Recorder
+from stageflow.runtime.batch import Batch
+from stageflow.runtime.stage import Stage
+from stageflow.schedule.actions import Action
+from stageflow.transport.base import Endpoint, Interrupt, Tag
+
+
+class Board(Protocol):
+    """Where the worker shows what it does."""
+
+    def set(self, action: str, waits_for: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run through a schedule.
+
+    number: of the step, in every message and random key.
+    train: with backward; else forward only.
+    weights: of each micro-batch's loss in the batch's.
+    splits: (stage, micro-batch) whose backward is an I and a W.
+    """
+
+    number: int
+    seed: int
+    train: bool
+    batch: Batch
+    weights: Sequence[float]
+    splits: frozenset[tuple[int, int]]
+
+
+@dataclass
+class Outcome:
+    """What a worker got out of a step: per micro-batch, on the worker of the output stage."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    peak_in_flight: int = 0
+
+
+class Executor:
+    """Follows an action list with the stages of one worker."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        graph: StageGraph,
+        placement: Sequence[int],
+        endpoint: Endpoint | None,
+        interrupt: Interrupt,
+        board: Board,
+        recorder: Recorder,
+        timeout: float,
+    ) -> None:
+        """endpoint: None for a worker that is alone. timeout: seconds that a message may take to come."""
+        self._stages = stages
+        self._graph = graph
+        self._placement = placement
+        self._endpoint = endpoint
+        self._interrupt = interrupt
+        self._board = board
+        self._recorder = recorder
+        self._timeout = timeout
+        self._handed: dict[Tag, Bundle] = {}
+        self._table: dict[str, Callable[[Step, int, int, Outcome], float]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+        }
+
+    def run(self, actions: Sequence[Action], step: Step, on_output: Callable[[int, Any, Any], None] | None) -> Outcome:
+        """Do the actions in order.
+
+        on_output: called as (micro-batch, output, target) with each output of the output stage when not training.
+        Whatever is raised bears attributes ``stage``, ``action`` and ``microbatch`` that say where.
+        """
+        outcome = Outcome()
+        self._on_output = on_output
+        clock, record, show = self._recorder.clock, self._recorder.record, self._board.set
+        action = None
+        try:
+            for action in actions:
+                kind, stage, microbatch = action
+                self._interrupt.check()
+                show(str(action))
+                start = self._table[kind](step, stage, microbatch, outcome)
+                record(stage, kind, microbatch, start, clock())
+                if kind == "F" and step.train:
+                    in_flight = sum(each.in_flight for each in self._stages.values())
+                    outcome.peak_in_flight = max(outcome.peak_in_flight, in_flight)
+        except BaseException as error:
+            if action is not None:
+                _locate(error, action)
+            raise
+        return outcome
+
+    def reset(self) -> None:
+        """Drop what an interrupted step left behind."""
+        self._handed.clear()
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _forward(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
+        received = {
+            producer: self._receive(Tag(step.number, "F", producer, stage, microbatch), "F")
+            for producer in self._graph.predecessors(stage)
+        }
+        inputs = step.batch.microbatch(microbatch)
+        start = self._recorder.clock()
+        key = (step.seed, step.number)
+        split = (stage, microbatch) in step.splits
+        ran = self._stages[stage].forward(microbatch, inputs, received, key, train=step.train, split=split)
+        for consumer, bundle in ran.bundles.items():
+            self._hand_over(Tag(step.number, "F", stage, consumer, microbatch), bundle)
+        if ran.loss is not None:
+            outcome.losses[microbatch] = ran.loss
+        if stage == self._graph.output_stage and self._on_output is not None:
+            self._on_output(microbatch, ran.output, inputs.target)
+        return start
+
+    def _backward(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
+        return self._differentiate(self._stages[stage].backward, step, stage, microbatch)
+
+    def _backward_inputs(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
+        return self._differentiate(self._stages[stage].backward_inputs, step, stage, microbatch)
+
+    def _differentiate(
+        self, backward: Callable[[int, Mapping[int, Bundle], float], dict[int, Bundle]], step: Step, stage: int, microbatch: int
+    ) -> float:
+        gradients = {
+            consumer: self._receive(Tag(step.number, "B", consumer, stage, microbatch), "B")
+            for consumer in self._graph.successors(stage)
+        }
+        start = self._recorder.clock()
+        for producer, bundle in backward(microbatch, gradients, step.weights[microbatch]).items():
+            self._hand_over(Tag(step.number, "B", stage, producer, microbatch), bundle)
+        return start
+
+    def _backward_weights(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
+        start = self._recorder.clock()
+        self._stages[stage].backward_weights(microbatch)
+        return start
+
+    def _hand_over(self, tag: Tag, bundle: Bundle) -> None:
+        worker = self._placement[tag.target]
+        if self._endpoint is None or worker == self._endpoint.rank:
+            self._handed[tag] = bundle
+        else:
+            self._endpoint.send(worker, tag, bundle)
+
+    def _receive(self, tag: Tag, kind: str) -> Bundle:
+        """The message from another stage, wherever that sits."""
+        bundle = self._handed.pop(tag, None)
+        if bundle is not None:
+            return bundle
+        worker = self._placement[tag.source]
+        if self._endpoint is None or worker == self._endpoint.rank:
+            raise StageflowError(f"{tag.source}{kind}{tag.microbatch} has not run yet on this worker: the schedule is wrong")
+        action = f"{tag.target}{kind}{tag.microbatch}"
+        self._board.set(action, f"{tag.source}{kind}{tag.microbatch} from worker {worker}")
+        started = self._recorder.clock()
+        bundle = self._endpoint.recv(tag, self._timeout)
+        self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())
+        self._board.set(action)
+        return bundle
+
+
+def _locate(error: BaseException, action: Action) -> None:
+    """Say on the exception where it was raised; the launcher reads it."""
+    try:
+        error.stage, error.action, error.microbatch = action.stage, str(action), action.microbatch  # type: ignore[attr-defined]
+    except AttributeError:  # an exception class with __slots__
+        pass

@@ -1,0 +1,149 @@
+"""The optimizers of one worker's stages, and what an update needs to know of all stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from stageflow.errors import InputError
+from stageflow.graph import Bundle
+from stageflow.transport.base import Endpoint, Tag
+
+OptimizerFactory = Callable[[Any], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+GroupOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """optimizer: makes one from parameters or parameter groups. lr_scheduler: makes one for an optimizer.
+    parameter_groups: name, parameter -> that parameter's own options (lr, weight_decay, ...).
+    max_grad_norm: clip to this norm over all stages.
+    """
+
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    parameter_groups: GroupOptions | None = None
+    max_grad_norm: float | None = None
+
+
+class StageOptimizer:
+    """The optimizer and learning-rate scheduler of one stage's own trainable parameters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: OptimizerOptions) -> None:
+        """parameters: by original name, at least one."""
+        assert options.optimizer is not None
+        groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+        for name, parameter in parameters.items():
+            chosen = options.parameter_groups(name, parameter) if options.parameter_groups else {}
+            groups.setdefault(tuple(sorted(chosen.items())), []).append(name)
+        self.names = [name for names in groups.values() for name in names]
+        arguments: Any = [
+            {"params": [parameters[name] for name in names], **dict(chosen)} for chosen, names in groups.items()
+        ]
+        if options.parameter_groups is None:
+            arguments = list(parameters.values())
+        self.optimizer = options.optimizer(arguments)
+        if not isinstance(self.optimizer, Optimizer):
+            raise InputError(
+                f"optimizer= gave a {type(self.optimizer).__name__}; expected a function that takes parameters and "
+                "returns a torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+            )
+        self.scheduler = options.lr_scheduler(self.optimizer) if options.lr_scheduler else None
+
+    def step(self) -> None:
+        """One update, and one step of the learning-rate scheduler."""
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors named ``parameter/key``, plain rest: other state, groups with names, the scheduler's state)."""
+        raw = self.optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for index, values in raw["state"].items():
+            name = self.names[index]
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    plain.setdefault(name, {})[key] = value
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "names": [self.names[i] for i in group["params"]]}
+            for group in raw["param_groups"]
+        ]
+        scheduler = None if self.scheduler is None else _plain_scheduler(self.scheduler)
+        return tensors, {"state": plain, "groups": groups, "scheduler": scheduler}
+
+    def load(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+        """Take over the state of these parameters, wherever they were optimized before.
+
+        plain: ``{"state": ..., "options": name -> options of its group, "scheduler": ...}``.
+        """
+        raw = self.optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(self.names):
+            values = dict(plain["state"].get(name, {}))
+            prefix = name + "/"
+            values.update({k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)})
+            if values:
+                state[index] = values
+        groups = []
+        for group in raw["param_groups"]:
+            saved = plain["options"].get(self.names[group["params"][0]], {})
+            groups.append({**group, **{k: v for k, v in saved.items() if k in group and k != "params"}})
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if self.scheduler is not None and plain.get("scheduler") is not None:
+            self.scheduler.load_state_dict(dict(plain["scheduler"]))
+
+
+def _plain_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
+    """The scheduler's state as far as it is plain; functions come from the user's code again."""
+    kept = (bool, int, float, str, list, dict, type(None))
+    return {k: v for k, v in scheduler.state_dict().items() if isinstance(v, kept) and not k.startswith("_get_lr")}
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Sum of squares of all gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return 0.0
+    norms = torch._foreach_norm(gradients)
+    return float(torch.stack([norm.double().square() for norm in norms]).sum())
+
+
+def clip(parameters: Iterable[nn.Parameter], total_norm: float, max_norm: float) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does for a norm of `total_norm`."""
+    factor = max_norm / (total_norm + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+
+def agree(endpoint: Endpoint | None, workers: int, step: int, value: float, timeout: float) -> float:
+    """The sum of every worker's value, the same float on all; nobody has it before all have given theirs."""
+    if endpoint is None or workers == 1:
+        return value
+    rank = endpoint.rank
+    if rank != 0:
+        endpoint.send(0, Tag(step, "up", rank, 0, 0), Bundle(meta=value))
+        return float(endpoint.recv(Tag(step, "down", 0, rank, 0), timeout).meta)
+    total = value
+    for worker in range(1, workers):
+        total += float(endpoint.recv(Tag(step, "up", worker, 0, 0), timeout).meta)
+    for worker in range(1, workers):
+        endpoint.send(worker, Tag(step, "down", 0, worker, 0), Bundle(meta=total))
+    return total

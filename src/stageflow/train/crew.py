@@ -1,0 +1,159 @@
+"""Who runs the workers: a driver with threads or processes, or every rank of a torchrun job for itself.
+
+The façade speaks to a `Crew` and does not know which.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageflow.graph import Bundle
+from stageflow.launch.base import WorkerContext, WorkerGroup
+from stageflow.observe.events import Event
+from stageflow.runtime.batch import Batch
+from stageflow.runtime.random import Generators
+from stageflow.runtime.worker import StateKind, StepCommand, StepReport, Worker, WorkerPlan
+from stageflow.transport.base import Tag
+from stageflow.transport.structure import unflatten
+
+Wanted = Callable[[int, str], bool]
+"""Whether a worker needs the values of a tensor of the batch, by its flat name."""
+
+
+@dataclass
+class StepResult:
+    """What came out of one step, for the caller."""
+
+    reports: list[StepReport]
+    outputs: list[Any]
+
+    @property
+    def loss(self) -> float | None:
+        return next((report.loss for report in self.reports if report.loss is not None), None)
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self.reports[0].grad_norm
+
+
+class Crew(ABC):
+    """All workers of one pipeline."""
+
+    n_workers: int
+
+    @abstractmethod
+    def step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+        """Run one step on all workers; orders: each worker's actions, None where they know them."""
+
+    @abstractmethod
+    def state(self, number: int, kind: StateKind) -> tuple[dict[str, Tensor], list[Any]]:
+        """What all workers own, on the CPU: (tensors by name, each worker's plain rest)."""
+
+    @abstractmethod
+    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]], plain: Any = None) -> None:
+        """Give each worker its tensors: weights, or optimizer state where `plain` is given."""
+
+    @abstractmethod
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker that moves no tensors; the results in rank order."""
+
+    @property
+    @abstractmethod
+    def usable(self) -> bool:
+        """Whether the next step can run."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers; may be called twice."""
+
+    def events(self) -> list[Event]:
+        """What happened in the last step, on all workers."""
+        return [event for events in self.ask("events") for event in events]
+
+
+class DriverCrew(Crew):
+    """Workers that one driver commands: threads or processes of this machine."""
+
+    def __init__(self, group: WorkerGroup, plan: WorkerPlan, timeout: float, in_process: bool) -> None:
+        self.n_workers = group.size
+        self._group = group
+        self._plan = plan
+        self._timeout = timeout
+        # threads draw from the caller's own generators
+        self._generators = Generators(torch.device("cpu")) if in_process else None
+
+    def step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+        if self._generators is not None:
+            with self._generators.preserved():
+                return self._step(command, orders, batch, wanted)
+        return self._step(command, orders, batch, wanted)
+
+    def _step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+        endpoint = self._group.endpoint
+        endpoint.forget(command.number)
+        for rank in range(self.n_workers):
+            bundle = batch.bundle(lambda name, rank=rank: wanted(rank, name))
+            endpoint.send(rank, Tag(command.number, "in", -1, rank, 0), bundle)
+        per_worker = [((order,), {}) for order in orders or [None] * self.n_workers]
+        outputs: list[Bundle] = []
+        with self._group.cast("step", per_worker, timeout=self._timeout, common=(command,)) as running:
+            if command.mode == "predict":
+                source = self._plan.graph.output_stage
+                for microbatch in range(len(command.weights)):
+                    tag = Tag(command.number, "out", source, -1, microbatch)
+                    bundle = endpoint.recv(tag, self._timeout * 2)
+                    # what is kept must not hold the transport's memory
+                    outputs.append(Bundle({n: t.clone() for n, t in bundle.tensors.items()}, bundle.meta))
+            reports = running.results()
+        classes = {name: cls for report in reports for name, cls in report.classes.items()}
+        return StepResult(reports, [unflatten(bundle.meta, bundle.tensors, classes) for bundle in outputs])
+
+    def state(self, number: int, kind: StateKind) -> tuple[dict[str, Tensor], list[Any]]:
+        tensors: dict[str, Tensor] = {}
+        with self._group.cast("send_state", timeout=self._timeout, common=(number, kind)) as running:
+            for rank in range(self.n_workers):
+                bundle = self._group.endpoint.recv(Tag(number, "state", rank, -1, 0), self._timeout * 2)
+                tensors.update({name: tensor.clone() for name, tensor in bundle.tensors.items()})
+            rests = running.results()
+        return tensors, rests
+
+    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]], plain: Any = None) -> None:
+        for rank, own in enumerate(tensors):
+            self._group.endpoint.send(rank, Tag(number, "load", -1, rank, 0), Bundle(dict(own)))
+        if plain is None:
+            self._group.call("load_weights", timeout=self._timeout, common=(number,))
+        else:
+            self._group.call("load_optimizer", timeout=self._timeout, common=(number, plain))
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        return self._group.call(method, timeout=self._timeout, common=arguments)
+
+    @property
+    def usable(self) -> bool:
+        return self._group.usable
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class DrivenWorker:
+    """The service that a driver's worker runs: `Worker` with each call's own part last."""
+
+    def __init__(self, context: WorkerContext, plan: WorkerPlan, exclusive: threading.Lock | None) -> None:
+        self._worker = Worker(
+            replace(plan, device=context.device), context.rank, context.endpoint(), context.interrupt, context.board,
+            exclusive,
+        )
+
+    def step(self, command: StepCommand, actions: Any) -> StepReport:
+        return self._worker.step(replace(command, actions=actions) if actions is not None else command)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)

@@ -16,17 +16,23 @@ from stageflow.launch.supervisor import FailureKind
 _ACTION = re.compile(r"(\d+)[A-Z](\d+)")
 
 
+class RemoteError(Exception):
+    """Stands for a worker's exception that can't travel; its text says what it was."""
+
+
 @dataclass
 class Report:
     """An exception that ended a worker's call, and where.
 
-    when: time.monotonic() at which it was caught. text: its traceback. action: what the worker did, "" if unknown.
+    when: time.monotonic() at which it was caught. what: its class and the first line of its text. text: its traceback.
+    action: what the worker did, "" if unknown.
     """
 
     rank: int
     when: float
     kind: FailureKind
     error: BaseException
+    what: str
     text: str
     stage: int | None = None
     microbatch: int | None = None
@@ -47,11 +53,17 @@ class Report:
             when=time.monotonic(),
             kind=kind_of(error),
             error=error,
+            what=_name(error),
             text="".join(traceback.format_exception(error)),
             stage=own_stage if isinstance(own_stage, int) else stage,
             microbatch=own_microbatch if isinstance(own_microbatch, int) else microbatch,
             action=action,
         )
+
+
+def _name(error: BaseException) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return type(error).__name__ + (f": {first}" if first else "")
 
 
 def split_action(action: str) -> tuple[int | None, int | None]:
@@ -80,10 +92,8 @@ def stage_failed(report: Report, *, closed: bool, stuck: Sequence[int] = ()) -> 
     """
     where = f"worker {report.rank}" + (f" (stage {report.stage})" if report.stage is not None else "")
     during = f" during {report.action}" if report.action else ""
-    first = next(iter(str(report.error).splitlines()), "")
-    what = type(report.error).__name__ + (f": {first}" if first else "")
     error = StageFailed(
-        f"{where} raised {what}{during}" + _aftermath(closed, stuck),
+        f"{where} raised {report.what}{during}" + _aftermath(closed, stuck),
         worker=report.rank,
         stage=report.stage,
         microbatch=report.microbatch,

@@ -10,11 +10,13 @@ import functools
 import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from stageflow.errors import LaunchError
+from stageflow.launch.failure import RemoteError, Report
 
 _DEPTH = 12
 
@@ -27,7 +29,7 @@ def pack(value: object, name: str) -> bytes:
         path, part, reason = culprit(value, name, error)
         raise LaunchError(
             f"{path} can't travel to another process: {type(part).__module__}.{type(part).__qualname__} object, "
-            f"{type(reason).__name__}: {reason}. Make it inside the worker (in the factory or a function it calls) instead"
+            f"{type(reason).__name__}: {reason}. Make it in the worker instead, inside the factory"
         ) from error
 
 
@@ -96,3 +98,21 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, obje
     for variable in function.__code__.co_names:
         if variable in function.__globals__:
             yield f".<global {variable}>", function.__globals__[variable]
+
+
+def pack_report(report: Report) -> bytes:
+    """Bytes of a worker's report; an exception that does not survive the way is replaced by a `RemoteError`."""
+    try:
+        data = cloudpickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+        pickle.loads(data)
+    except Exception:
+        stand_in = RemoteError(report.what)
+        data = cloudpickle.dumps(replace(report, error=stand_in), protocol=pickle.HIGHEST_PROTOCOL)
+    return data
+
+
+def unpack_report(data: bytes) -> Report:
+    """What `pack_report` packed; the exception bears its remote traceback as a note."""
+    report: Report = pickle.loads(data)
+    report.error.add_note(f"\nTraceback on worker {report.rank}:\n{report.text.rstrip()}")
+    return report

@@ -1,0 +1,148 @@
+"""The driver's side of the zygote: one per driver process while any group needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from stageflow.errors import LaunchError
+from stageflow.launch import zygote
+
+PRELOAD = ("torch", "cloudpickle", "stageflow.launch.worker")
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from stageflow.launch.zygote import main
+main(int(sys.argv[1]), json.loads(sys.argv[3]))
+"""
+
+
+class WorkerServer:
+    """A running zygote (see zygote.py). Raises LaunchError when it can't be started.
+
+    preload: modules it imports before any worker is forked; they must not start threads.
+    """
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        if not sys.executable:
+            raise LaunchError("worker processes need a Python interpreter, but sys.executable is not known here")
+        self.pid = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self._ready = False
+        arguments = [str(theirs.fileno()), json.dumps(import_path()), json.dumps(list(preload))]
+        # OpenMP reads these once, when its library is loaded, which is in the zygote: waiting threads must sleep,
+        # because there are more workers than cores as often as not.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C is the driver's to handle
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def open_group(self, timeout: float) -> socket.socket:
+        """A socket on which one group's workers are asked for. Waits until the imports are done."""
+        if not self._ready:
+            self._wait_ready(timeout)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                zygote.send(self._socket, {"do": "group"}, [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise LaunchError("the process that starts workers is gone; was it killed?") from error
+        return ours
+
+    def _wait_ready(self, timeout: float) -> None:
+        self._socket.settimeout(timeout)
+        received = zygote.receive(self._socket)
+        self._socket.settimeout(None)
+        if received is None:
+            raise LaunchError(f"the process that starts workers was not ready after {timeout:g} s, or ended before")
+        if "error" in received[0]:
+            raise LaunchError(
+                f"the process that starts workers could not import what they need:\n{received[0]['error']}"
+            )
+        self._ready = True
+
+    def stop(self) -> None:
+        """End it and every worker it started; may be called twice."""
+        self._socket.close()
+        if self.pid != os.getpid():
+            return  # a fork of the driver: not ours to wait for
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def import_path() -> list[str]:
+    """The driver's sys.path, with the current folder where it says ''."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+class _Shared:
+    """The server that all groups of this process use at a time, counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: WorkerServer | None = None
+        self._leases = 0
+
+    def acquire(self) -> WorkerServer:
+        with self._lock:
+            if self._server is not None and (self._server.pid != os.getpid() or not self._server.alive):
+                self._server.stop()
+                self._server = None
+                self._leases = 0
+            if self._server is None:
+                self._server = WorkerServer()
+            self._leases += 1
+            return self._server
+
+    def release(self, server: WorkerServer) -> None:
+        with self._lock:
+            if server is not self._server:
+                return
+            self._leases -= 1
+            if self._leases == 0:
+                self._server = None
+                server.stop()
+
+
+# The one process-wide thing in this package, and a cache only: importing torch takes more than a second, and several
+# pipelines in one process need not each wait for it. Lives while a group or a keep_warm() does.
+_shared = _Shared()
+
+
+class Lease:
+    """A share of the process's server; gives it back on `release`, or when dropped."""
+
+    def __init__(self) -> None:
+        self.server = _shared.acquire()
+        self.release = weakref.finalize(self, _shared.release, self.server)
+
+
+@contextlib.contextmanager
+def keep_warm() -> Iterator[None]:
+    """Keep the process that forks workers between groups, so that each further group starts in milliseconds."""
+    lease = Lease()
+    try:
+        yield
+    finally:
+        lease.release()

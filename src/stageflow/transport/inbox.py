@@ -29,6 +29,9 @@ class Inbox:
             )
         self._messages[tag] = bundle
 
+    def __contains__(self, tag: Tag) -> bool:
+        return tag in self._messages
+
     def pop(self, tag: Tag) -> Bundle | None:
         """Hand out the message with this tag, or None if it has not arrived."""
         return self._messages.pop(tag, None)

@@ -14,6 +14,7 @@ class Doorbell:
 
     def __init__(self, fds: tuple[int, ...]) -> None:
         self.fds = fds
+        self._read, self._write = fds[0], fds[-1]
 
     @classmethod
     def create(cls) -> Doorbell:
@@ -25,17 +26,17 @@ class Doorbell:
         return cls((read, write))
 
     def fileno(self) -> int:
-        return self.fds[0]
+        return self._read
 
     def ring(self) -> None:
         """Make it readable. A bell that is full already rings anyway, one whose owner is gone needs no ring."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.fds[-1], b"\1\0\0\0\0\0\0\0")
+            os.write(self._write, b"\1\0\0\0\0\0\0\0")
 
     def silence(self) -> None:
         """Make it not readable until it is rung again."""
         with contextlib.suppress(BlockingIOError):
-            while len(os.read(self.fds[0], 4096)) == 4096:
+            while len(os.read(self._read, 4096)) == 4096:
                 pass
 
     def close(self) -> None:

@@ -22,7 +22,9 @@ from stageflow.transport.shm.outlet import Outlet
 from stageflow.transport.shm.peers import Peers
 from stageflow.transport.shm.pump import Pump
 
-_SPIN = 60e-6  # seconds to look for news before sleeping
+# Seconds to look for news before sleeping: long if the last wait was so short that sleeping would have cost more than
+# it saved, short otherwise. Other threads and processes get the core in between.
+_SHORT_SPIN, _LONG_SPIN = 40e-6, 300e-6
 _SLICE = 0.05  # seconds of sleep between looks at the interrupt and at who is still alive
 
 
@@ -70,6 +72,7 @@ class ShmEndpoint(Endpoint):
         self._poll.register(bells[self.rank].fileno(), select.POLLIN)
         if interrupt.fd is not None:
             self._poll.register(interrupt.fd, select.POLLIN)
+        self._spin = _SHORT_SPIN
         self._open = True
         self._words[self._own_word + PROCESS] = os.getpid()
         self._words[self._own_word + STATE] = ATTACHED
@@ -95,7 +98,7 @@ class ShmEndpoint(Endpoint):
         self._require_open()
         outlet = self._outlets.get(peer)
         if outlet is None:
-            raise TransportError(f"worker {self.rank} can't send {tag} to worker {peer}: it has peers {[*self._outlets]}")
+            raise TransportError(f"worker {self.rank} can't send {tag} to worker {peer}: its peers: {[*self._outlets]}")
         if peer in self._peers.gone:
             raise self._peers.error(self.rank, f"can't send {tag}")
         frame = self._encoder.encode(tag, bundle)
@@ -178,7 +181,7 @@ class ShmEndpoint(Endpoint):
     def _wait(self, ready: Callable[[], bool], timeout: float, too_late: Callable[[], Exception]) -> None:
         """Collect messages until ``ready``: look for a while, then sleep until the bell or the interrupt."""
         started = time.monotonic()
-        deadline, spin_until = started + timeout, started + min(_SPIN, timeout)
+        deadline, spin_until = started + timeout, started + min(self._spin, timeout)
         while not ready():
             now = time.monotonic()
             if now < spin_until:
@@ -188,6 +191,7 @@ class ShmEndpoint(Endpoint):
             else:
                 self._sleep(min(deadline - now, _SLICE))
             self._collect()
+        self._spin = _LONG_SPIN if time.monotonic() - started < _LONG_SPIN else _SHORT_SPIN
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message comes, the interrupt stirs or the time is up, and look after the latter two."""

@@ -93,7 +93,10 @@ class Inlet:
 
     def _add_piece(self, offset: int, length: int, size: int, start: int) -> np.ndarray | None:
         if start == 0:
-            self._partial = np.empty(size, np.uint8)
+            try:
+                self._partial = np.empty(size, np.uint8)
+            except (MemoryError, ValueError) as problem:
+                raise self._damaged(f"there is no memory for a message of {size} bytes, if it is one") from problem
         memory = self._partial
         if memory is None or len(memory) != size:
             raise self._damaged(f"a piece from {start} of {size} bytes that continues nothing")

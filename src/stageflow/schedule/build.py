@@ -11,26 +11,37 @@ from stageflow.graph import StageGraph
 from stageflow.schedule.builders.common import Orders
 from stageflow.schedule.builders.forward_only import forward_only
 from stageflow.schedule.builders.gpipe import gpipe
+from stageflow.schedule.builders.greedy import greedy
+from stageflow.schedule.builders.interleaved import interleaved_1f1b
 from stageflow.schedule.builders.one_f_one_b import one_f_one_b
-from stageflow.schedule.builders.zero_bubble import zb_h1
+from stageflow.schedule.builders.zero_bubble import zb_h1, zb_h2, zb_v
 from stageflow.schedule.placement import place
 from stageflow.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class _Family:
-    """build(graph, placement, microbatches, **options); options: the names it takes; chunks: usual stages per worker."""
+    """How a name is built: ``build(graph, placement, microbatches, **options)``.
+
+    options: the names it takes.
+    placement: where stages go by default.
+    chunks: usual stages per worker.
+    """
 
     build: Callable[..., Orders]
+    options: tuple[str, ...] = ()
     placement: str = "contiguous"
     chunks: int = 1
-    options: tuple[str, ...] = ()
 
 
 _FAMILIES = {
     "gpipe": _Family(lambda graph, placement, microbatches: gpipe(placement, microbatches)),
-    "1f1b": _Family(one_f_one_b),
-    "zb_h1": _Family(zb_h1),
+    "1f1b": _Family(one_f_one_b, ("costs",)),
+    "interleaved_1f1b": _Family(interleaved_1f1b, ("group", "costs"), placement="loop", chunks=2),
+    "zb_h1": _Family(zb_h1, ("memory", "costs")),
+    "zb_h2": _Family(zb_h2, ("costs",)),
+    "zb_v": _Family(zb_v, ("costs",), placement="fold", chunks=2),
+    "greedy": _Family(greedy, ("split", "memory", "costs")),
     "forward_only": _Family(lambda graph, placement, microbatches: forward_only(placement, microbatches)),
 }
 
@@ -55,7 +66,8 @@ def build_schedule(
     workers: default one per stage, or per two stages for interleaved_1f1b and zb_v.
     placement: "contiguous", "loop", "fold", or the worker of each stage; default what suits the schedule.
     graph: which stage feeds which; default a chain.
-    options: what the schedule's own builder takes.
+    options: what the schedule's own builder takes: ``costs`` (a `Costs`, for placements without a closed pattern),
+        ``memory`` (zb_h1, greedy), ``group`` (interleaved_1f1b), ``split`` (greedy).
 
     Raises InputError, naming what would work, for an unknown name or impossible counts.
     """

@@ -64,23 +64,25 @@ def lower(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     Values that stay on their worker give no instruction. Raises ScheduleError if the schedule has a cycle.
     """
     placement = schedule.placement
-    simulated = simulate(schedule, Costs())
-    events: list[tuple[float, int, int, Action | tuple[Action, Action]]] = []
-    for serial, (worker, action, needs) in enumerate(simulated.steps):
-        events.append((simulated.times[action].start, 1, serial, action))
-        events.extend(
-            (simulated.times[need].end, 0, serial, (need, action)) for need in needs if placement[need.stage] != worker
-        )
+    simulation = simulate(schedule, Costs())
+    times = simulation.times
+    # Sorted by time; a transfer happens when its value is there, before an action that starts at that same moment.
+    events: list[tuple[float, int, int, list[tuple[int, Instruction]]]] = []
+    for serial, (worker, action, needs) in enumerate(simulation.steps):
+        events.append((times[action].start, 1, serial, [(worker, action)]))
+        for need in needs:
+            source = placement[need.stage]
+            if source != worker:
+                value: Value = "B" if is_backward(need) else "F"
+                message = (value, need.stage, action.stage, action.microbatch)
+                ends: list[tuple[int, Instruction]] = [
+                    (source, Send(*message, worker)),
+                    (worker, Recv(*message, source)),
+                ]
+                events.append((times[need].end, 0, serial, ends))
     events.sort(key=lambda event: event[:3])
     programs: list[list[Instruction]] = [[] for _ in schedule.orders]
-    for _, is_action, _, event in events:
-        if is_action:
-            assert isinstance(event, Action)
-            programs[placement[event.stage]].append(event)
-            continue
-        need, action = event
-        value: Value = "B" if is_backward(need) else "F"
-        source, target = placement[need.stage], placement[action.stage]
-        programs[source].append(Send(value, need.stage, action.stage, action.microbatch, target))
-        programs[target].append(Recv(value, need.stage, action.stage, action.microbatch, source))
+    for _, _, _, parts in events:
+        for worker, instruction in parts:
+            programs[worker].append(instruction)
     return tuple(tuple(program) for program in programs)

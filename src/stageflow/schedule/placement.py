@@ -30,13 +30,13 @@ def contiguous(stages: int, workers: int) -> tuple[int, ...]:
     return tuple(worker for worker in range(workers) for _ in range(each + (worker < more)))
 
 
-PLACEMENTS = {"loop": loop, "fold": fold, "v": fold, "contiguous": contiguous}
+PLACEMENTS = {"loop": loop, "fold": fold, "contiguous": contiguous}
 
 
 def place(placement: str | Sequence[int], stages: int, workers: int) -> tuple[int, ...]:
     """A placement by name, or a free one checked.
 
-    placement: "loop", "fold" (or "v"), "contiguous", or one worker number per stage.
+    placement: "loop", "fold", "contiguous", or one worker number per stage.
     Raises InputError unless every stage has a worker and every worker a stage.
     """
     if not 1 <= workers <= stages:

@@ -61,11 +61,11 @@ class Costs:
     def check(self, stages: int, edges: frozenset[tuple[int, int]]) -> None:
         """Raise InputError unless there is a time for every stage and edge and none is negative."""
         for name in ("forward", "backward_input", "backward_weight", "backward"):
-            given = getattr(self, name)
-            times = given if isinstance(given, Sequence) else () if given is None else (given,)
+            given: PerStage | None = getattr(self, name)
             if isinstance(given, Sequence) and len(given) != stages:
                 raise InputError(f"costs.{name} has {len(given)} times for {stages} stages")
-            if any(time < 0 for time in times):
+            times = given if isinstance(given, Sequence) else (given or 0.0,)
+            if min(times) < 0:
                 raise InputError(f"costs.{name} has a negative time: {given}")
         if isinstance(self.hop, Mapping):
             missing = sorted(edges - set(self.hop))
@@ -118,12 +118,11 @@ class Simulation:
 
     @cached_property
     def _extent(self) -> tuple[Times, ...]:
-        first, last = [None] * self.workers, [0.0] * self.workers
+        extent: dict[int, Times] = {}
         for worker, action, _ in self.steps:
             start, end = self.times[action]
-            first[worker] = start if first[worker] is None else first[worker]
-            last[worker] = end
-        return tuple(Times(start or 0.0, end) for start, end in zip(first, last, strict=True))
+            extent[worker] = Times(extent[worker].start if worker in extent else start, end)
+        return tuple(extent.get(worker, Times(0.0, 0.0)) for worker in range(self.workers))
 
     @property
     def makespan(self) -> float:

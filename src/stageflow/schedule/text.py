@@ -107,13 +107,8 @@ def parse_text(text: str) -> tuple[str, int, frozenset[tuple[int, int]], tuple[i
 def print_csv(orders: Orders) -> str:
     """One row per worker, one action per cell."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(orders_as_cells(orders))
+    csv.writer(out, lineterminator="\n").writerows([map(str, order) for order in orders])
     return out.getvalue()
-
-
-def orders_as_cells(orders: Orders) -> list[list[str]]:
-    """Every action in the notation."""
-    return [[str(action) for action in order] for order in orders]
 
 
 def parse_csv(text: str) -> Orders:

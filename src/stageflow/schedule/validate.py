@@ -12,7 +12,6 @@ from stageflow.schedule.actions import KINDS, Action
 from stageflow.schedule.lower import Instruction, Recv, Send, lower
 from stageflow.schedule.rules import holds
 from stageflow.schedule.text import print_actions
-from stageflow.schedule.walk import walk
 
 if TYPE_CHECKING:
     from stageflow.schedule.schedule import Schedule
@@ -40,8 +39,6 @@ def validate(schedule: Schedule) -> Report:
     sends block until received, and each worker keeps at most the reported number of activations.
     """
     check_complete(schedule)
-    for _ in walk(schedule):
-        pass
     programs = lower(schedule)
     check_rendezvous(programs)
     return Report(
@@ -52,10 +49,10 @@ def validate(schedule: Schedule) -> Report:
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Per worker, the most activations kept at once, counted per stage and micro-batch; exact, from the orders alone."""
+    """Per worker, the most activations of one stage and one micro-batch kept at once; the orders alone decide it."""
     if not schedule.has_backward:
         return (0,) * schedule.n_workers
-    peaks = []
+    peaks: list[int] = []
     for order in schedule.orders:
         kept = peak = 0
         for action in order:

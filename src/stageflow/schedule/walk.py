@@ -48,30 +48,21 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]
 
 def _explain(schedule: Schedule, heads: list[int], blocked: dict[int, Action]) -> str:
     """Why nothing moves: follow who waits for whom until an action is nowhere or a worker comes up twice."""
-    where = {
-        action: (worker, position)
-        for worker, order in enumerate(schedule.orders)
-        for position, action in enumerate(order)
-    }
+    where = {action: (w, at) for w, order in enumerate(schedule.orders) for at, action in enumerate(order)}
+
+    def waits(worker: int) -> str:
+        at = heads[worker]
+        return f"worker {worker} at position {at} ({schedule.orders[worker][at]}) waits for {blocked[worker]}"
+
     worker = min(blocked)
     path: list[int] = []
     while worker not in path:
         path.append(worker)
-        missing = blocked[worker]
-        if missing not in where:
-            return f"schedule {schedule.name!r}: {_waits(schedule, worker, heads, missing)}, which no worker runs"
-        worker = where[missing][0]
-    cycle = path[path.index(worker) :]
-    lines = [f"  {_waits(schedule, w, heads, blocked[w])} ({_place(*where[blocked[w]])})" for w in cycle]
-    return "\n".join(
-        [f"schedule {schedule.name!r} deadlocks, each waits for the next, the last for the first:", *lines]
-    )
-
-
-def _waits(schedule: Schedule, worker: int, heads: list[int], missing: Action) -> str:
-    position = heads[worker]
-    return f"worker {worker} at position {position} ({schedule.orders[worker][position]}) waits for {missing}"
-
-
-def _place(worker: int, position: int) -> str:
-    return f"worker {worker}, position {position}"
+        if blocked[worker] not in where:
+            return f"schedule {schedule.name!r}: {waits(worker)}, which no worker runs"
+        worker = where[blocked[worker]][0]
+    lines = [f"schedule {schedule.name!r} deadlocks; each waits for the next, the last for the first:"]
+    for waiter in path[path.index(worker) :]:
+        holder, at = where[blocked[waiter]]
+        lines.append(f"  {waits(waiter)} (worker {holder}, position {at})")
+    return "\n".join(lines)

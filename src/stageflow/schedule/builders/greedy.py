@@ -1,6 +1,6 @@
 """List scheduling: each worker, whenever it is free, takes the best of what could start now.
 
-Finds orders where no closed pattern is known: several stages per worker in any placement, uneven counts.
+Finds orders where no closed pattern is known: several stages per worker in any placement, uneven counts or times.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+from stageflow.errors import InputError
 from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action, Kind
-from stageflow.schedule.builders.common import Orders
+from stageflow.schedule.builders.common import Orders, memory_1f1b
+from stageflow.schedule.placement import local_stages
 from stageflow.schedule.rules import depends_on
 from stageflow.schedule.simulate import Costs
+
+_RANK = {"B": 0, "I": 0, "F": 1, "W": 2}
+_NEVER = float("inf")
 
 
 def greedy(
@@ -20,20 +25,33 @@ def greedy(
     placement: tuple[int, ...],
     microbatches: int,
     *,
-    split: bool,
-    in_flight: Sequence[int],
+    split: bool = True,
+    memory: int | Sequence[int] | None = None,
     costs: Costs | None = None,
 ) -> Orders:
-    """Backwards first, then forwards, weight gradients when nothing else can start; oldest micro-batch first.
+    """Gradients before forwards, the stage nearest to the output first, weight gradients when nothing else can start.
 
     split: I and W instead of B.
-    in_flight: per stage, the most activations it may keep from F to B or W; at least 1 each.
-    costs: what the order is made for; by default every F, I and W takes one unit and hops take none.
+    memory: the most activations of a stage that a worker may keep, for all or one per worker; at least as many as it
+        has stages. Default: what 1F1B keeps, n-s for each local stage s of n.
+    costs: times that the order is made for; by default 1 for F, I and W, none for hops.
 
-    Never gets stuck: of the oldest unfinished micro-batch there is always an action that may start, since no older
-    one keeps an activation.
+    With one stage per worker, the default memory and F = I = W the result is 1F1B. Never gets stuck: a worker always
+    leaves room for one activation of each of its stages that holds none, and of the oldest unfinished micro-batch some
+    action can therefore always start.
     """
-    return _ListScheduler(graph, placement, microbatches, split, in_flight, costs or Costs()).run()
+    stages = local_stages(placement)
+    limits = memory_1f1b(placement) if memory is None else memory
+    limits = [limits] * len(stages) if isinstance(limits, int) else list(limits)
+    for worker, (limit, local) in enumerate(zip(limits, stages, strict=True)):
+        if limit < len(local):
+            raise InputError(
+                f"memory={limit} is too small for worker {worker}, which has {len(local)} stages: "
+                f"it must be able to keep at least {len(local)} activations, one of each"
+            )
+    costs = costs or Costs()
+    costs.check(graph.n_stages, graph.edges)
+    return _ListScheduler(graph, placement, microbatches, split, limits, costs).run()
 
 
 class _ListScheduler:
@@ -45,20 +63,18 @@ class _ListScheduler:
         placement: tuple[int, ...],
         microbatches: int,
         split: bool,
-        in_flight: Sequence[int],
+        memory: Sequence[int],
         costs: Costs,
     ) -> None:
         self.graph, self.placement, self.microbatches = graph, placement, microbatches
-        self.split, self.in_flight, self.costs = split, in_flight, costs
+        self.split, self.memory, self.costs = split, memory, costs
+        self.local = local_stages(placement)
         self.kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
-        self.rank = {"B": 0, "I": 0, "F": 1, "W": 2}
         self.next: dict[tuple[Kind, int], int] = {(k, s): 0 for k in self.kinds for s in range(graph.n_stages)}
         self.ended: dict[Action, float] = {}
-        workers = max(placement) + 1
-        self.local = [[s for s, w in enumerate(placement) if w == worker] for worker in range(workers)]
-        self.free = [0.0] * workers
-        self.orders: list[list[Action]] = [[] for _ in range(workers)]
-        self.looks = [(0.0, worker) for worker in range(workers)]
+        self.free = [0.0] * len(self.local)
+        self.orders: list[list[Action]] = [[] for _ in self.local]
+        self.looks = [(0.0, worker) for worker in range(len(self.local))]
 
     def run(self) -> Orders:
         while self.looks:
@@ -67,22 +83,18 @@ class _ListScheduler:
                 continue
             choices = [action for action in self._candidates(worker) if self._ready(action) <= now]
             if choices:
-                self._take(min(choices, key=self._order), worker, now)
+                self._take(min(choices, key=_order), worker, now)
         return tuple(map(tuple, self.orders))
 
     def _candidates(self, worker: int) -> Iterator[Action]:
-        """The next action of each kind of each local stage, unless its memory is full."""
+        """The next action of each kind of each local stage, as far as there is memory for it."""
+        kept = {stage: self.next["F", stage] - self.next[self.kinds[-1], stage] for stage in self.local[worker]}
+        spare = self.memory[worker] - sum(kept.values()) - sum(not count for count in kept.values())
         for stage in self.local[worker]:
             for kind in self.kinds:
                 microbatch = self.next[kind, stage]
-                if microbatch == self.microbatches:
-                    continue
-                if kind == "F" and microbatch - self.next[self.kinds[-1], stage] >= self.in_flight[stage]:
-                    continue
-                yield Action(kind, stage, microbatch)
-
-    def _order(self, action: Action) -> tuple[int, int, int]:
-        return self.rank[action.kind], action.microbatch, action.stage
+                if microbatch < self.microbatches and (kind != "F" or not kept[stage] or spare > 0):
+                    yield Action(kind, stage, microbatch)
 
     def _ready(self, action: Action) -> float:
         """When all it needs is here; infinity while that is not known."""
@@ -90,7 +102,7 @@ class _ListScheduler:
         for need in depends_on(action, self.graph, lambda *_: not self.split):
             ended = self.ended.get(need)
             if ended is None:
-                return float("inf")
+                return _NEVER
             ready = max(ready, ended + self._hop(need.stage, action.stage))
         return ready
 
@@ -106,3 +118,7 @@ class _ListScheduler:
         fed = self.graph.successors(stage) if kind == "F" else self.graph.predecessors(stage) if kind != "W" else ()
         for other in fed:
             heapq.heappush(self.looks, (end + self._hop(stage, other), self.placement[other]))
+
+
+def _order(action: Action) -> tuple[int, int, int]:
+    return _RANK[action.kind], -action.stage, action.microbatch

@@ -84,6 +84,12 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["parame
         yield name, buffer, "buffer"
 
 
+def tensor_named(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of ``model`` with this name."""
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
 def assign_owners(
     census: Census, holders: Sequence[AbstractSet[str]]
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
@@ -92,7 +98,9 @@ def assign_owners(
     holders: per stage, the first names of all it holds.
 
     The first stage that holds a tensor owns it; further holders of a parameter mirror it. What no stage holds (the
-    model never uses it) is owned by stage 0, which must be made to hold it. Returns ``(owners, mirrors)`` as in `Split`.
+    model never uses it) is owned by stage 0, which must be made to hold it.
+
+    Returns ``(owners, mirrors)`` as in `Split`.
     """
     owners: dict[str, int] = {}
     mirrors: dict[str, tuple[int, ...]] = {}

@@ -62,7 +62,7 @@ def upernet() -> Made:
 def dpt() -> Made:
     config = transformers.DPTConfig(
         **VIT, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 12, 16, 24], fusion_hidden_size=16,
-        reassemble_factors=[4, 2, 1, 0.5], use_auxiliary_head=False, semantic_classifier_dropout=0.0,
+        reassemble_factors=[4, 2, 1, 0.5], auxiliary_loss_weight=0.4, semantic_classifier_dropout=0.0,
         num_labels=CLASSES, is_hybrid=False, readout_type="project",
     )
     return transformers.DPTForSemanticSegmentation(config), {
@@ -133,5 +133,5 @@ ENTRIES = [
                    embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.0,
                    encoder_stride=8, **NO_DROP),
     Entry("upernet", "vision", upernet),
-    Entry("dpt", "vision", dpt),
+    Entry("dpt", "vision", dpt, random=True),
 ]

@@ -133,7 +133,7 @@ class StopSignal:
         self.fd, self._write = os.pipe()
 
     def send(self) -> None:
-        if not self._board.stop:
+        if self.fd >= 0 and not self._board.stop:
             self._board.stop = True
             os.write(self._write, b"!")
 

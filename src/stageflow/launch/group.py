@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from stageflow.errors import InputError, LaunchError, PipelineClosed, StageFailed, TransportError
@@ -13,6 +15,7 @@ from stageflow.launch.base import Arguments, Call, WorkerGroup, WorkerStatus
 from stageflow.launch.board import StatusBoard
 from stageflow.launch.failure import Report, kind_of, stage_failed, worker_died, worker_hung
 from stageflow.launch.servant import BUILD
+from stageflow.transport.base import Interrupt
 
 _TICK = 0.2
 """Seconds between two looks at whether the workers still get on."""
@@ -37,6 +40,7 @@ class SupervisedGroup(WorkerGroup):
         self._snapshot: list[WorkerStatus] = []
         self._stacks: dict[int, str] = {}
         self._closed = False
+        self._last: list[WorkerStatus] = []
 
     # What a subclass adds.
 
@@ -67,6 +71,14 @@ class SupervisedGroup(WorkerGroup):
     @abstractmethod
     def _kill(self) -> None:
         """End all workers now; free everything but what status() reads."""
+
+    @abstractmethod
+    def _identity(self, rank: int) -> tuple[int, bool]:
+        """A worker's process id, and whether it runs."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """End all workers, gently where none is busy, and free everything."""
 
     # The public side.
 
@@ -129,6 +141,8 @@ class SupervisedGroup(WorkerGroup):
             raise PipelineClosed("a call is still running on these workers: take its results() first")
 
     def status(self) -> list[WorkerStatus]:
+        if self._closed:
+            return self._last
         now = time.monotonic()
         return [self._look(rank, now) for rank in range(self.size)]
 
@@ -138,9 +152,12 @@ class SupervisedGroup(WorkerGroup):
         pid, alive = self._identity(rank)
         return WorkerStatus(rank, entry.action, entry.waits_for, since, pid, alive)
 
-    @abstractmethod
-    def _identity(self, rank: int) -> tuple[int, bool]:
-        """A worker's process id, and whether it runs."""
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._last = [replace(status, alive=False) for status in self.status()]
+        self._closed = True
+        self._free()
 
     # The loop.
 
@@ -185,6 +202,16 @@ class SupervisedGroup(WorkerGroup):
         """Wait until the call under way is over, one way or the other."""
         while self._verdict is None:
             self._pump(_TICK if self._supervisor.phase == "running" else 0.02)
+
+    def _driver_interrupt(self, fd: int) -> Interrupt:
+        """For the driver's own endpoint, which must not keep the group alive. fd: readable when there is news."""
+        check = weakref.WeakMethod(self._check)
+
+        def ask() -> None:
+            if (method := check()) is not None:
+                method()
+
+        return Interrupt(ask, fd)
 
     def _check(self) -> None:
         """What the driver's own endpoint asks while it waits: raises the error of a worker that failed meanwhile."""

@@ -25,7 +25,7 @@ from stageflow.launch.guard import refuse_import_time_start
 from stageflow.launch.servant import BUILD
 from stageflow.launch.server import Lease, import_path
 from stageflow.launch.travel import pack, unpack, unpack_report
-from stageflow.transport.base import Endpoint, Interrupt
+from stageflow.transport.base import Endpoint
 
 _CLOSE_WITHIN = 1.0  # seconds that idle workers get to close their services
 _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
@@ -35,10 +35,12 @@ _STACKS_SIGNAL = signal.SIGUSR1  # what worker.py answers with its stacks
 class _Resources:
     """Everything a group holds of the system, apart from the group, so that it is freed whatever becomes of that."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, preload: Sequence[str]) -> None:
         self._owner = os.getpid()
         self._released = False
         self.lease = Lease()
+        if preload:
+            self.lease.server.preload(preload)
         self.zygote = self.lease.server.open_group(timeout)
         self.board = StatusBoard(size)
         self.stop = StopSignal(self.board)
@@ -52,7 +54,7 @@ class _Resources:
             self.selector.register(channel, selectors.EVENT_READ, rank)
 
     def kill(self) -> None:
-        """End all workers and wait until they are gone; by the zygote, which knows which process ids are still theirs."""
+        """End all workers and wait until they are gone. The zygote does it: it knows which ids are theirs."""
         if self._owner != os.getpid() or self.zygote.fileno() < 0:
             return
         with contextlib.suppress(OSError):  # raised where the zygote is gone, and its workers with it
@@ -93,12 +95,13 @@ class ProcessGroup(SupervisedGroup):
         devices: Sequence[str],
         threads: int,
         env: Mapping[str, str],
+        preload: Sequence[str],
         grace: float,
     ) -> None:
         packed = pack(factory, "factory")
         tickets = [wiring.ticket(rank) if wiring else (None, ()) for rank in range(size)]
         self._first = [(packed, pack(opener, "the wiring's opener")) for opener, _ in tickets]
-        held = _Resources(size, timeout)
+        held = _Resources(size, timeout, preload)
         self._held = held
         self._release = weakref.finalize(self, held.release)
         super().__init__(size, held.board, grace)
@@ -113,9 +116,7 @@ class ProcessGroup(SupervisedGroup):
         self._endpoint: Endpoint | None = None
         if wiring is not None:
             opener, fds = wiring.ticket(size)
-            check = weakref.WeakMethod(self._check)
-            interrupt = Interrupt(lambda: (method := check()) and method(), held.selector.fileno())
-            self._endpoint = opener([os.dup(fd) for fd in fds], interrupt)
+            self._endpoint = opener([os.dup(fd) for fd in fds], self._driver_interrupt(held.selector.fileno()))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -213,10 +214,7 @@ class ProcessGroup(SupervisedGroup):
         self._held.kill()
         self._gone.update(range(self.size))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _free(self) -> None:
         if self._supervisor.phase == "idle":
             self._part()
         if self._endpoint is not None:
@@ -255,6 +253,7 @@ def start_processes(
     devices: str | Sequence[str] = "cpu",
     threads: int = 1,
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
     grace: float = 1.5,
 ) -> ProcessGroup:
     """Start ``size`` worker processes, each holding the service that ``factory(context)`` makes there.
@@ -266,6 +265,8 @@ def start_processes(
     threads: torch's intra-op threads in each worker.
     env: environment variables of the workers on top of the driver's own. Those that libraries read when they are
         loaded (OMP_*, MKL_*) come too late, because torch is loaded already: use ``threads``.
+    preload: modules that take long to import: done once, before the fork, instead of in every worker. They must not
+        start threads when imported, and later changes to them don't reach workers while the server lives.
     grace: seconds that interrupted workers get to stop before they are killed.
 
     The user's script is not run again in the workers. Raises LaunchError: the factory raised (its exception is
@@ -284,6 +285,7 @@ def start_processes(
         devices=choose_devices(size, devices),
         threads=threads,
         env=env or {},
+        preload=preload,
         grace=grace,
     )
     return group._begin(timeout)

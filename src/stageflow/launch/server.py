@@ -25,18 +25,15 @@ main(int(sys.argv[1]), json.loads(sys.argv[3]))
 
 
 class WorkerServer:
-    """A running zygote (see zygote.py). Raises LaunchError when it can't be started.
+    """A running zygote (see zygote.py). Raises LaunchError when it can't be started."""
 
-    preload: modules it imports before any worker is forked; they must not start threads.
-    """
-
-    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self) -> None:
         if not sys.executable:
             raise LaunchError("worker processes need a Python interpreter, but sys.executable is not known here")
         self.pid = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._ready = False
-        arguments = [str(theirs.fileno()), json.dumps(import_path()), json.dumps(list(preload))]
+        arguments = [str(theirs.fileno()), json.dumps(import_path()), json.dumps(PRELOAD)]
         # OpenMP reads these once, when its library is loaded, which is in the zygote: waiting threads must sleep,
         # because there are more workers than cores as often as not.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -53,6 +50,11 @@ class WorkerServer:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import these before the next worker is forked; they must not start threads. What fails is left to workers."""
+        with contextlib.suppress(OSError):  # gone: the next open_group says so
+            zygote.send(self._socket, {"do": "import", "modules": list(modules), "path": import_path()})
 
     def open_group(self, timeout: float) -> socket.socket:
         """A socket on which one group's workers are asked for. Waits until the imports are done."""
@@ -139,9 +141,14 @@ class Lease:
 
 
 @contextlib.contextmanager
-def keep_warm() -> Iterator[None]:
-    """Keep the process that forks workers between groups, so that each further group starts in milliseconds."""
+def keep_warm(preload: Sequence[str] = ()) -> Iterator[None]:
+    """Keep the process that forks workers between groups, so that each further group starts in milliseconds.
+
+    preload: modules that workers shall find imported; see `start_processes`.
+    """
     lease = Lease()
+    if preload:
+        lease.server.preload(preload)
     try:
         yield
     finally:

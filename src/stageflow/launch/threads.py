@@ -6,6 +6,7 @@ interrupt is left behind (as a daemon) and named in the error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -48,9 +50,13 @@ class _Bell:
             taken.append(self._outcomes.popleft())
         return taken
 
-    def __del__(self) -> None:
-        os.close(self.fd)
-        os.close(self._write)
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            os.close(self._write)
+            self.fd = -1
+
+    __del__ = close
 
 
 class ThreadGroup(SupervisedGroup):
@@ -62,6 +68,7 @@ class ThreadGroup(SupervisedGroup):
         self._bell = _Bell()
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _dismiss, self._inboxes, self._stop)
         self._endpoint: Endpoint | None = None
         for rank in range(size):
             context = WorkerContext(
@@ -81,7 +88,7 @@ class ThreadGroup(SupervisedGroup):
             self._threads.append(thread)
             thread.start()
         if wiring is not None:
-            self._endpoint = _connector(wiring, size)(Interrupt(self._check, self._bell.fd))
+            self._endpoint = _connector(wiring, size)(self._driver_interrupt(self._bell.fd))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -123,27 +130,30 @@ class ThreadGroup(SupervisedGroup):
         return os.getpid(), self._threads[rank].is_alive()
 
     def _kill(self) -> None:
-        self._stop.send()
-        for inbox in self._inboxes:
-            inbox.put(None)
+        _dismiss(self._inboxes, self._stop)
         deadline = time.monotonic() + 0.3
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        busy = self._supervisor.phase != "idle"
-        for inbox in self._inboxes:
-            inbox.put(None)
-        if busy:
-            self._stop.send()
+    def _free(self) -> None:
+        _dismiss(self._inboxes, self._stop if self._supervisor.phase != "idle" else None)
         deadline = time.monotonic() + self._supervisor.grace
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._endpoint is not None:
             self._endpoint.close()
+        if not any(thread.is_alive() for thread in self._threads):  # else freed with the last one that uses them
+            self._bell.close()
+            self._stop.close()
+            self._board.close()
+
+
+def _dismiss(inboxes: Sequence[queue.SimpleQueue[Any]], stop: StopSignal | None) -> None:
+    """Let the threads end once they are idle; stop: and interrupt those that are not."""
+    if stop is not None:
+        stop.send()
+    for inbox in inboxes:
+        inbox.put(None)
 
 
 def _connector(wiring: Wiring, rank: int) -> Any:
@@ -160,7 +170,8 @@ def _work(servant: Servant, inbox: queue.SimpleQueue[Any], bell: _Bell) -> None:
     while (message := inbox.get()) is not None:
         method, args, kwargs = message
         result, report = servant.run(method, args, kwargs)
-        bell.put((rank, result, report))
+        with contextlib.suppress(OSError):  # the group was closed without waiting for this thread
+            bell.put((rank, result, report))
         del message, args, kwargs, result, report  # hold nothing of a finished call while waiting for the next
     servant.close()
 

@@ -4,7 +4,7 @@ It imports torch once, starts no thread, and then only forks, signals and reaps 
 a few milliseconds, never runs the user's script again, and can't inherit a thread pool or a lock of the driver.
 Nobody else starts or reaps the workers, so a process id it signals is always still theirs.
 
-    driver ──main socket──► "group" + a socket for that group
+    driver ──main socket──► "import", "group" + a socket for that group
            ──group socket─► "spawn" + descriptors, "signal"
            ◄─group socket── {"rank", "pid"}, {"rank", "exit"}
 
@@ -95,15 +95,29 @@ class Zygote:
             if sock is self._wake:
                 self._wake.recv(4096)
             elif sock is self._main:
-                if (message := receive(self._main)) is None:
+                if not self._serve_driver():
                     return False
-                group = socket.socket(fileno=message[1][0])
-                self._groups.add(group)
-                self._selector.register(group, selectors.EVENT_READ)
             elif isinstance(sock, socket.socket):
                 self._serve(sock)
         self._reap()
         return os.getppid() == self._parent
+
+    def _serve_driver(self) -> bool:
+        """One request on the main socket; False at its end."""
+        if (received := receive(self._main)) is None:
+            return False
+        message, fds = received
+        if message["do"] == "import":
+            sys.path[:] = message["path"]
+            for name in message["modules"]:
+                with contextlib.suppress(Exception):  # the worker that needs it will say what is wrong
+                    importlib.import_module(name)
+            gc.freeze()
+        else:
+            group = socket.socket(fileno=fds[0])
+            self._groups.add(group)
+            self._selector.register(group, selectors.EVENT_READ)
+        return True
 
     def _serve(self, group: socket.socket) -> None:
         """One request of one group, or its end."""

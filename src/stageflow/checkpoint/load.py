@@ -1,0 +1,295 @@
+"""Opening what was saved, whole or only what one worker needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stageflow.checkpoint.disk import record, recover
+from stageflow.checkpoint.layout import INDEX, MANIFEST, Manifest, is_optimizer_shard, read_manifest
+from stageflow.checkpoint.optimizer import combine
+from stageflow.errors import CheckpointError, FrameError, SplitError
+from stageflow.split.stored import find_values
+from stageflow.transport.structure import unflatten
+
+_NO_ALIASES: Mapping[str, str] = {}
+
+
+class Checkpoint:
+    """A saved pipeline, or weights that something else saved as safetensors. Made by `open_checkpoint`.
+
+    manifest: None where stageflow did not save it. names: of the weights as stored (tied ones once).
+    aliases: further name of a tied weight -> its stored name.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None, places: Mapping[str, Path]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.names = tuple(places)
+        self.aliases: Mapping[str, str] = manifest.aliases if manifest else _NO_ALIASES
+        self._places = places
+        self._identity = manifest.identity if manifest else ""
+
+    def __repr__(self) -> str:
+        at = "weights only" if self.manifest is None else f"step {self.manifest.step}"
+        return f"<stageflow.Checkpoint {str(self.path)!r}: {at}, {len(self.names)} weights>"
+
+    @property
+    def step(self) -> int:
+        """Number of the last step before the save. Raises CheckpointError where there are weights only."""
+        return self._require_manifest().step
+
+    @property
+    def seed(self) -> int:
+        """Of all random draws. Raises CheckpointError where there are weights only."""
+        return self._require_manifest().seed
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What the saver added; empty where there are weights only."""
+        return self.manifest.extra if self.manifest else {}
+
+    @property
+    def identity(self) -> str:
+        """The same in two processes exactly if they opened the same save; "" where there are weights only."""
+        return self._identity
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.manifest is not None and bool(self.manifest.optimizer)
+
+    def find(self, name: str, aliases: Mapping[str, str] = _NO_ALIASES) -> str | None:
+        """The stored name of a weight that a model calls ``name``, None if it is not there.
+
+        aliases: of the model (`Split.aliases`): a tied weight may have been stored under any of its names.
+        """
+        first = aliases.get(name, name)
+        for known in (name, first, *(alias for alias, of in aliases.items() if of == first)):
+            if known in self._places:
+                return known
+            if known in self.aliases:
+                return self.aliases[known]
+        return None
+
+    def check_fits(self, shapes: Mapping[str, Iterable[int]], aliases: Mapping[str, str] = _NO_ALIASES) -> None:
+        """Raise CheckpointError, before a tensor is read, unless all of ``shapes`` is here and nothing else is.
+
+        shapes: of every parameter and persistent buffer of the model, by its names or without the tied ones.
+        """
+        stored = {name: self.find(name, aliases) for name in shapes}
+        missing = sorted(name for name, found in stored.items() if found is None)
+        unknown = sorted(set(self.names) - {found for found in stored.values() if found} - aliases.keys())
+        here = self._shapes([found for found in stored.values() if found])
+        problems = [
+            f"{name!r} has shape {here[found]}, the model's has {tuple(shapes[name])}"
+            for name, found in stored.items()
+            if found and here[found] != tuple(shapes[name])
+        ][:5]
+        if unknown:
+            problems.insert(0, f"not in the model: {_some(unknown)}")
+        if missing:
+            problems.insert(0, f"missing: {_some(missing)}")
+        if problems:
+            raise CheckpointError(f"{self.path} does not fit the model; {'; '.join(problems)}")
+
+    def weights(
+        self, names: Iterable[str] | None = None, aliases: Mapping[str, str] = _NO_ALIASES
+    ) -> dict[str, Tensor]:
+        """Weights on the CPU, by the names asked for; only these are read.
+
+        names: None for all, tied ones under each of their names. aliases: see `find`.
+        Raises CheckpointError for a name that is not there, and when a new save has taken this one's place.
+        """
+        if names is None:
+            names = [*self.names, *(alias for alias, name in self.aliases.items() if name in self._places)]
+        stored = {name: self.find(name, aliases) for name in names}
+        missing = sorted(name for name, found in stored.items() if found is None)
+        if missing:
+            raise CheckpointError(f"{self.path} has no weights named {_some(missing)}; it has {_some(self.names)}")
+        read = self._read({found: self._places[found] for found in stored.values() if found})
+        return {name: read[found] for name, found in stored.items() if found}
+
+    def optimizer(
+        self, names: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Optimizer state of these parameters, as `StageOptimizer.load` takes it: (tensors, plain rest).
+
+        The rest has by parameter name "state", "options" (of its group) and "schedulers" (as if its group were the
+        only one, see `runtime.schedulers`), and in "scheduler" the first of these. Only these tensors are read.
+
+        Raises CheckpointError where a parameter was not optimized when this was saved.
+        """
+        optimizer = self._require_manifest().optimizer
+        if not optimizer:
+            raise CheckpointError(f"{self.path} was saved without an optimizer; load its weights only")
+        tensors: dict[str, Tensor] = {}
+        rests: list[Mapping[str, Any]] = []
+        stored = {self.find(name, aliases) or name: name for name in names}
+        for file, outline in optimizer.items():
+            path = self.path / file
+            wanted = {}
+            for key in self._keys(path):
+                owner = key.rpartition("/")[0]
+                if not owner or owner in stored:
+                    wanted[key] = path
+            read = self._read(wanted)
+            rest = self._rest(path, outline, {key[1:]: tensor for key, tensor in read.items() if key.startswith("/")})
+            rests += rest.values()
+            for key, tensor in read.items():
+                owner, _, last = key.rpartition("/")
+                if owner:
+                    tensors[f"{stored[owner]}/{last}"] = tensor
+        plain = combine(rests, stored)
+        missing = sorted(set(stored.values()) - plain["options"].keys())
+        if missing:
+            raise CheckpointError(
+                f"{self.path} has no optimizer state of {_some(missing)}: not trained when it was saved; "
+                "load its weights only"
+            )
+        return tensors, plain
+
+    def _rest(self, path: Path, outline: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        try:
+            return unflatten(outline, tensors)
+        except FrameError as error:
+            raise CheckpointError(f"the optimizer state of {path.name} can't be read: {error}") from error
+
+    def _require_manifest(self) -> Manifest:
+        if self.manifest is None:
+            raise CheckpointError(f"{self.path} holds weights only: stageflow did not save it, there is no {MANIFEST}")
+        return self.manifest
+
+    def _keys(self, path: Path) -> list[str]:
+        with _opened(path) as file:
+            return list(file.keys())
+
+    def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path, inside in _by_file({name: self._places[name] for name in names}).items():
+            with _opened(path) as file:
+                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in inside})
+        return shapes
+
+    def _read(self, places: Mapping[str, Path]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for path, names in _by_file(places).items():
+            with _opened(path) as file:
+                tensors.update({name: file.get_tensor(name) for name in names})
+        self._check_unchanged()
+        return tensors
+
+    def _check_unchanged(self) -> None:
+        """A save swaps the whole directory: the same manifest after reading means that no file was of another save."""
+        if self.manifest is not None:
+            now = read_manifest(self.path)
+            if now is None or now.identity != self._identity:
+                raise CheckpointError(f"{self.path} was replaced by another save while it was read; open it again")
+
+
+def open_checkpoint(path: str | Path, *, verify: bool = True, identity: str | None = None) -> Checkpoint:
+    """Open a saved pipeline, a directory of safetensors files (such as a transformers model) or one such file.
+
+    verify: compare the checksum of every file; False only looks at their sizes.
+    identity: of the save that is expected, so that all workers load the same.
+
+    Raises CheckpointError naming every file that is missing, damaged, or of another save.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        recover(path)
+    except OSError as error:
+        raise CheckpointError(f"the writer of {path} died while replacing it, and a repair failed: {error}") from error
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}")
+    manifest = None if path.is_file() else read_manifest(path)
+    if manifest is None:
+        checkpoint = _open_plain(path)
+    else:
+        _check_files(path, manifest, verify)
+        checkpoint = Checkpoint(path, manifest, _places(path))
+    if identity is not None and checkpoint.identity != identity:
+        raise CheckpointError(f"{path} is another save than the other workers load: it was replaced meanwhile")
+    return checkpoint
+
+
+def load_weights(path: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
+    """All weights of a saved pipeline for the plain model: ``model.load_state_dict(load_weights("run1"))``.
+
+    They are on the CPU under the model's own names, tied ones under each. Raises CheckpointError as `open_checkpoint`.
+    """
+    return open_checkpoint(path, verify=verify).weights()
+
+
+def _open_plain(path: Path) -> Checkpoint:
+    if path.is_dir() and any(is_optimizer_shard(file.name) for file in path.iterdir()):
+        raise CheckpointError(f"{path / MANIFEST} is missing, without which the other files can't be trusted")
+    try:
+        places = find_values(path)
+    except (SplitError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
+    for file in sorted(set(places.values())):
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing")
+        with _opened(file):
+            pass
+    return Checkpoint(path, None, places)
+
+
+def _places(directory: Path) -> dict[str, Path]:
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        return {name: directory / file for name, file in index["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
+
+
+def _check_files(directory: Path, manifest: Manifest, verify: bool) -> None:
+    def problem(name: str) -> str | None:
+        expected = manifest.files[name]
+        try:
+            size = (directory / name).stat().st_size
+            if size != expected.bytes:
+                return f"{name} has {size} bytes instead of {expected.bytes}"
+            if verify and record(directory / name) != expected:
+                return f"{name} is not what was saved: its checksum differs"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} can't be read: {error}"
+        return None
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        problems = [text for text in pool.map(problem, sorted(manifest.files)) if text]
+    if problems:
+        raise CheckpointError(f"{directory} is damaged: {'; '.join(problems)}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error
+
+
+def _by_file(places: Mapping[str, Path]) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = defaultdict(list)
+    for name, path in places.items():
+        files[path].append(name)
+    return files
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

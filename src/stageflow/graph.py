@@ -128,7 +128,8 @@ class StageProgram(Protocol):
         """Run the stage on one micro-batch.
 
         args, kwargs: the model's own inputs, cut to the micro-batch.
-        received: the bundle of each predecessor; its floating-point tensors already require grad.
+        received: the bundle of each predecessor. A tensor that required grad where it was made does so here; it is
+            no leaf and no view, and its memory is this stage's own, so it may be changed in place.
         seed: to be called as ``seed(layer)`` where a layer starts, with the layer's number in the WHOLE model, so
             that random draws don't depend on where the cuts are.
         """

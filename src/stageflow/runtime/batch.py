@@ -85,9 +85,7 @@ class Batch:
         kwargs: dict[str, Any] = {}
         target = None
         for slot, meta, leaves in self._slots:
-            tensors = {
-                name: tensor if dim is None else tensor.narrow(dim, start, size) for name, tensor, dim in leaves
-            }
+            tensors = {name: tensor if dim is None else tensor.narrow(dim, start, size) for name, tensor, dim in leaves}
             value = unflatten(meta, tensors, self.classes)
             if slot.isdigit():
                 args.append(value)
@@ -248,7 +246,9 @@ def _merge(name: str, parts: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
         weights = [size / sum(sizes) for size in sizes]
         return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum()
     if first.dim() > 0 and all(
-        part.shape[0] % size == 0 and part.shape[0] // size == first.shape[0] // sizes[0] and part.shape[1:] == first.shape[1:]
+        part.shape[0] % size == 0
+        and part.shape[0] // size == first.shape[0] // sizes[0]
+        and part.shape[1:] == first.shape[1:]
         for part, size in zip(parts, sizes, strict=True)
     ):  # several rows a sample (beams, image tiles)
         return torch.cat(parts)

@@ -140,7 +140,11 @@ class Executor:
         return self._differentiate(self._stages[stage].backward_inputs, step, stage, microbatch)
 
     def _differentiate(
-        self, backward: Callable[[int, Mapping[int, Bundle], float], dict[int, Bundle]], step: Step, stage: int, microbatch: int
+        self,
+        backward: Callable[[int, Mapping[int, Bundle], float], dict[int, Bundle]],
+        step: Step,
+        stage: int,
+        microbatch: int,
     ) -> float:
         gradients = {
             consumer: self._receive(Tag(step.number, "B", consumer, stage, microbatch), "B")
@@ -170,7 +174,9 @@ class Executor:
             return bundle
         worker = self._placement[tag.source]
         if self._endpoint is None or worker == self._endpoint.rank:
-            raise StageflowError(f"{tag.source}{kind}{tag.microbatch} has not run yet on this worker: the schedule is wrong")
+            raise StageflowError(
+                f"{tag.source}{kind}{tag.microbatch} has not run yet on this worker: the schedule is wrong"
+            )
         action = f"{tag.target}{kind}{tag.microbatch}"
         self._board.set(action, f"{tag.source}{kind}{tag.microbatch} from worker {worker}")
         started = self._recorder.clock()

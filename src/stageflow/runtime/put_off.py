@@ -80,7 +80,9 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def _linear_weight_gradients(x: Tensor, gy: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool) -> None:
+def _linear_weight_gradients(
+    x: Tensor, gy: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool
+) -> None:
     """gyᵀ x into the weight (xᵀ gy where the weight is stored transposed), Σ gy into the bias."""
     gy = gy.reshape(-1, gy.shape[-1])
     if weight is not None:
@@ -211,7 +213,9 @@ class _ConvolutionLayer:
         return _convolution_forward(self, input, weight, bias, super()._conv_forward)  # type: ignore[misc]
 
 
-def _convolution_forward(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plain: Callable[..., Tensor]) -> Tensor:
+def _convolution_forward(
+    layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plain: Callable[..., Tensor]
+) -> Tensor:
     leaves = (weight if weight.requires_grad else None, bias if bias is not None and bias.requires_grad else None)
     dims = len(layer.kernel_size)
     simple = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and x.dim() == dims + 2

@@ -266,7 +266,9 @@ class Stage:
         return bundles
 
     def _check_finite(self, result: StageResult, loss: Tensor | None, microbatch: int) -> None:
-        values = {f"value {name!r} for stage {c}": t for c, b in result.bundles.items() for name, t in b.tensors.items()}
+        values = {
+            f"value {name!r} for stage {c}": t for c, b in result.bundles.items() for name, t in b.tensors.items()
+        }
         if loss is not None:
             values["the loss"] = loss
         for what, tensor in values.items():

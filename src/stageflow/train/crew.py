@@ -144,16 +144,29 @@ class DriverCrew(Crew):
 
 
 class DrivenWorker:
-    """The service that a driver's worker runs: `Worker` with each call's own part last."""
+    """The service that a driver's worker runs: first `build`, then whatever `Worker` offers."""
 
-    def __init__(self, context: WorkerContext, plan: WorkerPlan, exclusive: threading.Lock | None) -> None:
+    def __init__(self, context: WorkerContext, exclusive: threading.Lock | None = None) -> None:
+        self._context = context
+        self._exclusive = exclusive
+        self._worker: Worker | None = None
+
+    def build(self, plan: WorkerPlan) -> None:
+        """Make the stages; once."""
+        context = self._context
         self._worker = Worker(
-            replace(plan, device=context.device), context.rank, context.endpoint(), context.interrupt, context.board,
-            exclusive,
+            replace(plan, device=context.device),
+            context.rank,
+            context.endpoint(),
+            context.interrupt,
+            context.board,
+            self._exclusive,
         )
 
     def step(self, command: StepCommand, actions: Any) -> StepReport:
-        return self._worker.step(replace(command, actions=actions) if actions is not None else command)
+        """`Worker.step` with this worker's own actions, None where it knows them."""
+        assert self._worker is not None
+        return self._worker.step(command if actions is None else replace(command, actions=actions))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)

@@ -38,5 +38,7 @@ def loss_weights(reduction: Reduction, batch: Batch) -> tuple[float, ...]:
         amounts.append(float(reduction(microbatch.kwargs if microbatch.target is None else microbatch.target)))
     total = sum(amounts)
     if not total > 0 or any(amount < 0 for amount in amounts):
-        raise InputError(f"the reduction gave the weights {amounts} for the micro-batches; they must be >= 0, not all 0")
+        raise InputError(
+            f"the reduction gave the weights {amounts} for the micro-batches; they must be >= 0, not all 0"
+        )
     return tuple(amount / total for amount in amounts)

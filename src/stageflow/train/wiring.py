@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from stageflow.launch.base import Opener
 from stageflow.transport.base import Endpoint, Interrupt
 from stageflow.transport.inproc import Hub
+from stageflow.transport.shm import ShmEndpoint, ShmHub
 
 
 class ThreadWiring:
@@ -23,3 +26,22 @@ class ThreadWiring:
 
     def close(self) -> None:
         """Nothing to free: the hub goes with its endpoints."""
+
+
+class ProcessWiring:
+    """Endpoints of processes of one machine, over shared memory."""
+
+    def __init__(self, size: int) -> None:
+        self._hub = ShmHub.create(size)
+
+    def ticket(self, rank: int) -> tuple[Opener, Sequence[int]]:
+        description, fds = self._hub.handles(rank)
+        return partial(_attach, description), fds
+
+    def close(self) -> None:
+        """Let go of this process's own descriptors; endpoints already opened live on."""
+        self._hub.close()
+
+
+def _attach(description: Any, fds: Sequence[int], interrupt: Interrupt) -> Endpoint:
+    return ShmEndpoint.attach(description, fds, interrupt)

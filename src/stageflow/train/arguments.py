@@ -1,0 +1,112 @@
+"""Looks at a pipeline's arguments before any work is done."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from stageflow.errors import InputError
+from stageflow.schedule import Schedule
+
+Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
+
+
+def check_model(model: Any) -> Model:
+    """Raise InputError for what is no model."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Sequence) and not isinstance(model, str):
+        strange = [type(item).__name__ for item in model if not isinstance(item, nn.Module)]
+        if model and not strange:
+            return model
+        raise InputError(f"model is a list; expected only modules in it, got {strange or 'an empty list'}")
+    if isinstance(model, type) or not callable(model):
+        raise InputError(
+            f"model is a {type(model).__name__ if not isinstance(model, type) else 'class'}; expected an nn.Module, a "
+            "list of modules, or a function without arguments that builds one (for a class: lambda: Model(...))"
+        )
+    return model
+
+
+def count_stages(stages: int | Literal["auto"], schedule: str | Schedule, device: str | Sequence[str]) -> int:
+    """The number of stages: as given, as in the schedule, or "auto" as many as there are devices."""
+    if isinstance(schedule, Schedule) and stages == "auto":
+        return schedule.n_stages
+    if stages == "auto":
+        if not isinstance(device, str):
+            return len(device)
+        if device.startswith("cuda"):
+            return max(1, torch.cuda.device_count())
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise InputError(f"stages must be a whole number >= 1 or 'auto', got {stages!r}")
+    return stages
+
+
+def count_microbatches(microbatches: int | None, stages: int, schedule: str | Schedule) -> int:
+    """The number of micro-batches: as in the schedule, as given, or by default one per stage."""
+    if isinstance(schedule, Schedule):
+        if microbatches not in (None, schedule.microbatches):
+            raise InputError(
+                f"the schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, microbatches={microbatches}"
+            )
+        return schedule.microbatches
+    if microbatches is None:
+        return stages
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise InputError(f"microbatches must be a whole number >= 1, got {microbatches!r}")
+    return microbatches
+
+
+def check_functions(**functions: Any) -> None:
+    """Raise InputError for what should be a function and is none."""
+    for name, value in functions.items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise InputError(
+                f"{name}= is a {type(value).__name__} that holds parameters already; give a function that makes one for a "
+                "stage's parameters, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+            )
+        if value is not None and not callable(value):
+            raise InputError(f"{name}= must be a function, got {type(value).__name__}: {value!r}")
+
+
+def positional_names(model: Model) -> tuple[str, ...]:
+    """Names of the positional arguments of a model's forward; none where they can't be told."""
+    if not isinstance(model, nn.Module):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as (args, kwargs): given as that pair, as a tuple of args, a dict of kwargs, or one value."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
+            return example[0], example[1]
+        return example, {}
+    return (example,), {}
+
+
+def not_importable(classes: Mapping[str, type]) -> dict[str, type]:
+    """Those classes that another process can't find by their name."""
+    lost = {}
+    for name, cls in classes.items():
+        module, _, qualname = name.partition(":")
+        found: Any = sys.modules.get(module) if module != "__main__" else None
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        if found is not cls:
+            lost[name] = cls
+    return lost

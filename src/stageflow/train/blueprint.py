@@ -1,0 +1,138 @@
+"""What a pipeline is made of: the split, the schedule for each number of micro-batches, each worker's plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stageflow.errors import InputError
+from stageflow.graph import StageGraph
+from stageflow.runtime.batch import TARGET
+from stageflow.runtime.worker import WorkerPlan
+from stageflow.schedule import SCHEDULES, Schedule, build_schedule
+from stageflow.split import Split
+
+AUTO = "auto"
+
+
+class Blueprint:
+    """Decides, before and after the model is split, who runs what.
+
+    wanted: a schedule's name, a `Schedule`, or "auto".
+    """
+
+    def __init__(self, stages: int, microbatches: int, wanted: str | Schedule, workers: int | None) -> None:
+        """Raises InputError or ScheduleError for what can't be."""
+        if isinstance(wanted, Schedule):
+            if wanted.n_stages != stages:
+                raise InputError(f"the schedule {wanted.name!r} is for {wanted.n_stages} stages, stages={stages}")
+            if not wanted.has_backward:
+                raise InputError(f"the schedule {wanted.name!r} has no backward, so it can't train")
+        elif wanted != AUTO and wanted not in SCHEDULES:
+            raise InputError(f"unknown schedule {wanted!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
+        self.stages = stages
+        self.microbatches = microbatches
+        self._wanted = wanted
+        self._workers = workers
+        self._split: Split | None = None
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._workers = self.schedule_for(microbatches).n_workers
+
+    @property
+    def split(self) -> Split | None:
+        """How the model was cut; None before it was."""
+        return self._split
+
+    @split.setter
+    def split(self, split: Split) -> None:
+        self._split = split
+        self._schedules.clear()
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        return self.schedule_for(self.microbatches).placement
+
+    def schedule_for(self, microbatches: int, *, train: bool = True) -> Schedule:
+        """The validated schedule of a batch of so many micro-batches."""
+        key = (train, microbatches)
+        if key not in self._schedules:
+            schedule = self._training(microbatches) if train else self._forward_only(microbatches)
+            schedule.validate()
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    def _training(self, microbatches: int) -> Schedule:
+        wanted = self._wanted
+        if not isinstance(wanted, Schedule):
+            return self._fastest(microbatches) if wanted == AUTO else self._build(wanted, microbatches)
+        if microbatches != wanted.microbatches:
+            raise InputError(
+                f"the schedule {wanted.name!r} is made for {wanted.microbatches} micro-batches, this batch gives "
+                f"{microbatches}: give batches of at least {wanted.microbatches} samples, or name a schedule"
+            )
+        return Schedule(wanted.name, self._graph, wanted.placement, microbatches, wanted.orders)
+
+    def _fastest(self, microbatches: int) -> Schedule:
+        """The schedule that takes least time by simulation, for F, I and W of equal time, in the memory of 1F1B."""
+        plain = self._build("1f1b", microbatches)
+        limit = plain.validate().peak_activations
+        best, best_time = plain, plain.simulate().makespan
+        for name in SCHEDULES:
+            try:
+                candidate = self._build(name, microbatches)
+            except InputError:  # not for this number of stages or workers
+                continue
+            peaks = candidate.validate().peak_activations
+            fits = candidate.has_backward and len(peaks) == len(limit) and max(peaks) <= max(limit)
+            if fits and candidate.simulate().makespan < best_time:
+                best, best_time = candidate, candidate.simulate().makespan
+        return best
+
+    def _build(self, name: str, microbatches: int, **options: Any) -> Schedule:
+        return build_schedule(
+            name, stages=self.stages, microbatches=microbatches, workers=self._workers, graph=self._graph, **options
+        )
+
+    def _forward_only(self, microbatches: int) -> Schedule:
+        return build_schedule(
+            "forward_only",
+            stages=self.stages,
+            microbatches=microbatches,
+            placement=self.placement,
+            graph=self._graph,
+        )
+
+    @property
+    def _graph(self) -> StageGraph:
+        return StageGraph.chain(self.stages) if self._split is None else self._split.graph
+
+    def worker_plans(self, **shared: Any) -> list[WorkerPlan]:
+        """One plan per worker; `shared`: what is the same in all."""
+        split = self._split
+        assert split is not None
+        schedule = self.schedule_for(self.microbatches)
+        return [
+            WorkerPlan(
+                graph=split.graph,
+                placement=schedule.placement,
+                specs=tuple(split.specs[stage] for stage in schedule.stages_of(worker)),
+                owners=split.owners,
+                mirrors=split.mirrors,
+                **shared,
+            )
+            for worker in range(schedule.n_workers)
+        ]
+
+    def wants(self, worker: int, name: str) -> bool:
+        """Whether a worker reads the values of a tensor of the batch, by its flat name (see `Batch`)."""
+        split = self._split
+        assert split is not None
+        slot = name.partition("/")[0]
+        if slot == TARGET:
+            return self.placement[split.graph.output_stage] == worker
+        for stage, holder in enumerate(self.placement):
+            used = split.inputs_used[stage]
+            if holder == worker:
+                if used is None or (int(slot) in used.args if slot.isdigit() else slot[1:] in used.kwargs):
+                    return True
+        return False

@@ -1,0 +1,393 @@
+"""The façade: a model trained in stages as if on one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stageflow.errors import InputError, PipelineClosed
+from stageflow.runtime.batch import Batch, cut_batch, merge_outputs
+from stageflow.runtime.loss import LossFunction
+from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
+from stageflow.runtime.stage import StageOptions
+from stageflow.runtime.worker import StateKind, StepCommand
+from stageflow.schedule import Schedule
+from stageflow.split import Split, split_model
+from stageflow.train.arguments import (
+    Model,
+    as_call,
+    check_functions,
+    check_model,
+    count_microbatches,
+    count_stages,
+    not_importable,
+    positional_names,
+)
+from stageflow.train.blueprint import Blueprint
+from stageflow.train.crew import Crew, StepResult
+from stageflow.train.reduction import Reduction, check_reduction, loss_weights
+from stageflow.train.report import StepView, describe, split_backwards
+from stageflow.train.start import Launch, choose_launch, start_crew
+from stageflow.train.state import check_state, parts_for, whole_state
+
+Mode = Literal["train", "evaluate", "predict"]
+
+
+class Pipeline:
+    """Trains a model in stages, with the numbers that one device would give.
+
+        with Pipeline(model, stages=4, microbatches=16, loss=loss_fn, optimizer=partial(AdamW, lr=3e-4)) as pipe:
+            for x, y in loader:
+                loss = pipe.train_step(x, target=y)
+
+    model: any nn.Module (not changed), a list of modules, or a function that builds one (then no process ever holds
+        more than its own stages).
+    stages: how many. workers: how many workers they are spread over; default as suits the schedule.
+    microbatches: into how many parts a batch is cut. A batch with fewer samples gives fewer.
+    schedule: a name (see `stageflow.SCHEDULES`), a `Schedule`, or "auto".
+    loss: ``loss(output, target)``; None: the model's own (``output.loss``). See `reduction`.
+    reduction: how micro-batch losses make the batch's: "mean" (weighted by samples), "sum", or a function that gives a
+        micro-batch's weight from its target (from the model's keyword arguments where there is no target).
+    optimizer: makes an optimizer from parameters; called once per stage. None: gradients only.
+    lr_scheduler: makes a learning-rate scheduler for an optimizer; stepped after every update.
+    parameter_groups: ``(name, parameter) -> options`` such as ``{"weight_decay": 0.0}``, by original name.
+    max_grad_norm: clip gradients to this norm over all stages.
+    split, balance, boundaries: see `split_model`. example: inputs to split with; default the first batch.
+    batch_dims: argument name -> dimension along which its tensors are cut (None: not cut); default see `train_step`.
+    recompute: drop a stage's activations after its forward and compute them again in its backward.
+    check_finite: stop at the first NaN or infinity and name its stage and micro-batch.
+    launch: "processes" (of this machine), "threads" (in this process), "torchrun" (every rank runs this script);
+        None: "torchrun" under torchrun, else "processes".
+    device: "cpu", "cuda" (worker r gets device r), or one name for each worker. dtype: of parameters; None: as they are.
+    autocast: dtype for `torch.autocast`, None for none.
+    seed: of all random draws, which depend on (seed, step, micro-batch, layer) and nothing else.
+    threads: intra-op threads per worker process.
+    timeout: seconds without any progress after which the workers count as hung.
+
+    Raises InputError for arguments that can't be, before any work.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        stages: int | Literal["auto"] = "auto",
+        microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        loss: LossFunction | None = None,
+        optimizer: OptimizerFactory | None = None,
+        *,
+        workers: int | None = None,
+        reduction: Reduction = "mean",
+        lr_scheduler: SchedulerFactory | None = None,
+        parameter_groups: GroupOptions | None = None,
+        max_grad_norm: float | None = None,
+        split: Literal["auto", "sequence", "blocks", "export"] = "auto",
+        balance: Literal["time", "parameters"] = "time",
+        boundaries: Sequence[str] | None = None,
+        example: Any = None,
+        batch_dims: Mapping[str, int | None] | None = None,
+        recompute: bool = False,
+        check_finite: bool = False,
+        launch: Launch | None = None,
+        device: str | Sequence[str] = "cpu",
+        dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        seed: int = 0,
+        threads: int = 1,
+        timeout: float = 300.0,
+    ) -> None:
+        self.launch: Launch = choose_launch(launch)
+        self._crew: Crew | None = None
+        self._closed: str | None = None
+        self._model = check_model(model)
+        check_reduction(reduction)
+        check_functions(loss=loss, optimizer=optimizer, lr_scheduler=lr_scheduler, parameter_groups=parameter_groups)
+        if timeout <= 0:
+            raise InputError(f"timeout must be positive seconds, got {timeout}")
+        self.stages = count_stages(stages, schedule, device)
+        self.microbatches = count_microbatches(microbatches, self.stages, schedule)
+        self._blueprint = Blueprint(self.stages, self.microbatches, schedule, workers)
+        self._reduction: Reduction = reduction
+        self._split_options: dict[str, Any] = {"split": split, "balance": balance, "boundaries": boundaries}
+        self._example = example
+        self._batch_dims = dict(batch_dims or {})
+        self._positional = positional_names(model)
+        self._start_options: dict[str, Any] = {"devices": device, "threads": threads, "timeout": timeout}
+        self._plan_options: dict[str, Any] = {
+            "options": StageOptions(loss, recompute, check_finite, autocast),
+            "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
+            "seed": seed,
+            "device": "cpu",
+            "dtype": dtype,
+            # a driver sees sooner than its workers that nothing moves, and knows more
+            "timeout": timeout if self.launch == "torchrun" else timeout * 4 + 60,
+        }
+        self._known_to_workers: set[str] = set()
+        self._number = 0
+        self._fresh = True
+        self._last: StepView | None = None
+
+    # --------------------------------------------------------------------------------------------------- steps
+
+    def train_step(self, *args: Any, target: Any = None, update: bool = True, **kwargs: Any) -> Tensor:
+        """Forward, backward and, with `update`, one optimizer step on one batch; returns its loss.
+
+        args, kwargs: the model's own inputs. Tensors whose first dimension is the batch size (that of the first tensor)
+            are cut into micro-batches; everything else reaches every micro-batch whole. `batch_dims` overrides by name.
+        target: for the loss function.
+        update: False only adds to the gradients.
+
+        The loss is a float32 tensor without dimensions. Raises InputError for a bad batch, before any work; StageFailed
+        with the original exception as ``__cause__`` when the model, the loss or the optimizer raises; WorkerDied;
+        WorkerHung. Afterwards `usable` tells whether the pipeline can go on.
+        """
+        command, batch = self._prepare("train", args, kwargs, target, update)
+        loss = self._run(command, batch).loss
+        self._fresh = update
+        return torch.tensor(loss)
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """The loss of a batch in eval mode, without gradients; arguments as in `train_step`."""
+        command, batch = self._prepare("evaluate", args, kwargs, target)
+        return torch.tensor(self._run(command, batch).loss)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output for a batch, whole, in eval mode, without gradients; arguments as in `train_step`.
+
+        Outputs of micro-batches are joined along their first dimension; a scalar is the mean weighted by samples.
+        """
+        command, batch = self._prepare("predict", args, kwargs, None)
+        return merge_outputs(self._run(command, batch).outputs, batch.layout.sizes)
+
+    __call__ = predict
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put all modules into training mode. A new pipeline keeps the modes that the model had."""
+        self._require_crew("train()").ask("set_training", mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put all modules into evaluation mode, for `train_step` too; `evaluate` and `predict` always use it."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget gradients that ``train_step(update=False)`` has added up."""
+        self._fresh = True
+        if self._crew is not None:
+            self._crew.ask("zero_gradients")
+
+    def _prepare(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, update: bool = True
+    ) -> tuple[StepCommand, Batch]:
+        self._require_open()
+        batch = cut_batch(args, kwargs, target, self.microbatches, self._batch_dims, self._positional)
+        sizes = batch.layout.sizes
+        if len(sizes) < self.microbatches:
+            warnings.warn(
+                f"a batch of {sum(sizes)} samples gives {len(sizes)} micro-batches, not {self.microbatches}",
+                stacklevel=4,
+            )
+        weights = loss_weights(self._reduction, batch)
+        self._build(batch)
+        self._number += 1
+        command = StepCommand(
+            number=self._number,
+            mode=mode,
+            weights=weights,
+            schedule=f"{'train' if mode == 'train' else 'forward'}-{len(sizes)}",
+            actions=None,
+            splits=split_backwards(self._schedule_of(mode, len(sizes))),
+            fresh=self._fresh,
+            update=update,
+            classes=not_importable(batch.classes),
+        )
+        return command, batch
+
+    def _schedule_of(self, mode: Mode, microbatches: int) -> Schedule:
+        return self._blueprint.schedule_for(microbatches, train=mode == "train")
+
+    def _run(self, command: StepCommand, batch: Batch) -> StepResult:
+        crew = self._require_crew("a step")
+        schedule = self._schedule_of(command.mode, len(command.weights))
+        orders = None if command.schedule in self._known_to_workers else schedule.orders
+        try:
+            result = crew.step(command, orders, batch, self._blueprint.wants)
+        except BaseException as error:
+            self._after_failure(error, command)
+            raise
+        self._known_to_workers.add(command.schedule)
+        if command.mode == "train":
+            self._last = StepView(schedule, result.reports)
+        return result
+
+    def _after_failure(self, error: BaseException, command: StepCommand) -> None:
+        self._known_to_workers.clear()
+        if command.mode == "train":
+            self._fresh = True
+        if self._crew is not None and not self._crew.usable:
+            first_line = str(error).partition("\n")[0]
+            self._shut(f"it ended after a failure ({type(error).__name__}: {first_line})")
+        elif command.update and getattr(error, "action", None) == "update":
+            self._shut("the optimizer failed, so some stages may be updated and others not: load a saved state")
+
+    # ------------------------------------------------------------------------------------------------- set-up
+
+    def _build(self, batch: Batch) -> None:
+        """Split the model and start the workers, once."""
+        if self._crew is not None:
+            return
+        if self._example is None:
+            first = batch.microbatch(0)
+            example = (first.args, first.kwargs)
+        else:
+            example = self._cut_example()
+        self._blueprint.split = split_model(self._model, example, stages=self.stages, **self._split_options)
+        plans = self._blueprint.worker_plans(**self._plan_options)
+        self._crew = start_crew(self.launch, plans, **self._start_options)
+
+    def _cut_example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = as_call(self._example)
+        known = {*kwargs, *self._positional[: len(args)], *map(str, range(len(args)))}
+        dims = {name: dim for name, dim in self._batch_dims.items() if name in known}
+        first = cut_batch(args, kwargs, None, self.microbatches, dims, self._positional).microbatch(0)
+        return first.args, first.kwargs
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers on the CPU, under the model's own names, tied ones under each."""
+        return whole_state(self._require_split("state_dict()"), self._gather("weights"))
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients of the last train_step (after clipping), by the model's own names; None where there is none."""
+        split = self._require_split("gradients()")
+        tensors = self._gather("gradients")
+        return {name: tensors.get(name) for name in split.owners if split.tensors[name].kind == "parameter"}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers, also those that are not persistent, by the model's own names."""
+        split = self._require_split("buffers()")
+        tensors = self._gather("weights")
+        return {name: tensors[name] for name in split.owners if split.tensors[name].kind == "buffer"}
+
+    def parameters_of(self, stage: int) -> dict[str, Tensor]:
+        """The parameters that a stage owns, by the model's own names."""
+        split = self._require_split("parameters_of()")
+        if not 0 <= stage < split.n_stages:
+            raise InputError(f"there is no stage {stage}: this pipeline has stages 0..{split.n_stages - 1}")
+        tensors = self._gather("weights")
+        return {name: tensors[name] for name in split.parameter_names(stage)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take over parameters and buffers by the model's own names; checked whole before anything is changed.
+
+        strict: every persistent name must be there and no other. Raises InputError.
+        """
+        split = self._require_split("load_state_dict()")
+        parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
+        self._require_crew("load_state_dict()").load(self._next_number(), parts)
+
+    def _gather(self, kind: StateKind) -> dict[str, Tensor]:
+        tensors, _ = self._require_crew("this").state(self._next_number(), kind)
+        return tensors
+
+    # ---------------------------------------------------------------------------------------------- inspection
+
+    @property
+    def split(self) -> Split:
+        """How the model was cut. Raises InputError before the first batch where no example was given."""
+        return self._require_split("split")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a full batch."""
+        return self._blueprint.schedule_for(self.microbatches)
+
+    @property
+    def last_step(self) -> StepView:
+        """Times, bubble and memory of the last train_step. Raises InputError before the first."""
+        if self._last is None:
+            raise InputError("no train_step has run yet, so there is nothing to look at")
+        if not self._last.events:
+            self._last.events = self._require_crew("last_step").events()
+        return self._last
+
+    def timeline(self, path: str) -> None:
+        """Draw the last train_step as one HTML page that needs no network: a lane per worker, measured and predicted."""
+        self.last_step.write_html(path)
+
+    def trace(self, path: str) -> None:
+        """Write the last train_step as a trace for ui.perfetto.dev or chrome://tracing."""
+        self.last_step.write_trace(path)
+
+    def describe(self) -> str:
+        """Stages, owners, parameters, schedule, expected bubble."""
+        if self._closed is None:
+            self._start_from_example()
+        return describe(self)
+
+    __str__ = describe
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the model was split and the workers started."""
+        return self._crew is not None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "running" if self._crew else "not started"
+        return (
+            f"<stageflow.Pipeline stages={self.stages} microbatches={self.microbatches} launch={self.launch!r} {state}>"
+        )
+
+    # ----------------------------------------------------------------------------------------------------- end
+
+    @property
+    def usable(self) -> bool:
+        """Whether the next step can run."""
+        return self._closed is None and (self._crew is None or self._crew.usable)
+
+    def close(self) -> None:
+        """End all workers; may be called twice."""
+        self._shut("it was closed")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shut(self, reason: str) -> None:
+        if self._closed is None:
+            self._closed = reason
+        if self._crew is not None:
+            self._crew.close()
+
+    def _next_number(self) -> int:
+        self._require_open()
+        self._number += 1
+        return self._number
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise PipelineClosed(f"this pipeline can't be used any more: {self._closed}")
+
+    def _require_crew(self, what: str) -> Crew:
+        self._require_open()
+        self._start_from_example()
+        if self._crew is None:
+            raise InputError(f"{what} needs a pipeline that was built: run a step first, or give example= inputs")
+        return self._crew
+
+    def _require_split(self, what: str) -> Split:
+        self._require_crew(what)
+        assert self._blueprint.split is not None
+        return self._blueprint.split
+
+    def _start_from_example(self) -> None:
+        if self._crew is None and self._example is not None:
+            args, kwargs = self._cut_example()
+            self._build(cut_batch(args, kwargs, None, 1, {}, self._positional))

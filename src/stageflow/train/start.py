@@ -1,0 +1,66 @@
+"""Starts the workers of a pipeline, with the launcher and transport that were asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, get_args
+
+import cloudpickle
+
+from stageflow.errors import InputError
+from stageflow.graph import StageBuilder
+from stageflow.launch.base import WorkerGroup
+from stageflow.launch.devices import choose_devices
+from stageflow.launch.processes import start_processes
+from stageflow.launch.threads import start_threads
+from stageflow.runtime.worker import WorkerPlan
+from stageflow.train.crew import Crew, DrivenWorker, DriverCrew
+from stageflow.train.wiring import ProcessWiring, ThreadWiring
+
+Launch = Literal["processes", "threads", "torchrun"]
+LAUNCHERS: tuple[Launch, ...] = get_args(Launch)
+
+
+def choose_launch(launch: Launch | None) -> Launch:
+    """The launcher asked for; None: torchrun where torchrun started this process, else processes."""
+    if launch is None:
+        return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "processes"
+    if launch not in LAUNCHERS:
+        raise InputError(f"launch={launch!r}; expected one of {', '.join(map(repr, LAUNCHERS))}")
+    return launch
+
+
+def start_crew(
+    launch: Launch, plans: Sequence[WorkerPlan], *, devices: str | Sequence[str], threads: int, timeout: float
+) -> Crew:
+    """Start one worker per plan. Raises LaunchError."""
+    size = len(plans)
+    names = choose_devices(size, devices)
+    in_process = launch == "threads"
+    wiring = ThreadWiring(size + 1) if in_process else ProcessWiring(size + 1)
+    try:
+        if in_process:
+            lock = threading.Lock()
+            # threads share the user's memory, and a stage must not train the user's own tensors
+            plans = [replace(plan, specs=tuple(map(_copy, plan.specs))) for plan in plans]
+            group: WorkerGroup = start_threads(
+                partial(DrivenWorker, exclusive=lock), size, wiring=wiring, devices=names
+            )
+        else:
+            group = start_processes(DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout)
+    finally:
+        wiring.close()
+    try:
+        group.call("build", [((plan,), {}) for plan in plans], timeout=timeout)
+    except BaseException:
+        group.close()
+        raise
+    return DriverCrew(group, plans[0], timeout, in_process)
+
+
+def _copy(spec: StageBuilder) -> StageBuilder:
+    return cloudpickle.loads(cloudpickle.dumps(spec))  # type: ignore[no-any-return]

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 SMALL = 16 * 1024  # bytes; parameters up to this size are built as ever
@@ -34,6 +36,7 @@ _SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like"
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 }  # fmt: skip
 _OVERWRITING = {"fill_", "zero_", "normal_", "uniform_", "exponential_", "random_", "log_normal_", "cauchy_"}
+_DIRECT_READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr}
 _DRAWN_IN_ORDER = {_aten.normal_.default, _aten.uniform_.default}
 
 
@@ -148,12 +151,17 @@ class HollowBuild(TorchDispatchMode):
         self._thread = threading.get_ident()
 
     def __enter__(self) -> HollowBuild:
-        self._hook = register_module_parameter_registration_hook(self._registered)
-        return super().__enter__()
+        with ExitStack() as stack:
+            hook: Any = self._registered  # torch's annotation denies that a hook may give another parameter
+            stack.callback(register_module_parameter_registration_hook(hook).remove)
+            stack.enter_context(_DirectReads(self))
+            super().__enter__()
+            self._opened = stack.pop_all()
+        return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._hook.remove()
         super().__exit__(*exc)
+        self._opened.close()
 
     def is_hollow(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory has been given back."""
@@ -173,6 +181,11 @@ class HollowBuild(TorchDispatchMode):
                 hollow.history = None
             hollow.inflate()
             hollow.real = True
+
+    def bring_back(self, tensor: Tensor) -> None:
+        """Let the tensor have its memory and values until an operation needs those of another hollow."""
+        with _disable_current_modes():
+            self._run(lambda: None, (), {}, [], [tensor])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -210,7 +223,7 @@ class HollowBuild(TorchDispatchMode):
 
     def _registered_mapped(self, parameter: nn.Parameter) -> nn.Parameter | None:
         stand_in = nn.Parameter(torch.empty_like(parameter, requires_grad=False), parameter.requires_grad)
-        stand_in.__dict__.update(parameter.__dict__)
+        vars(stand_in).update(vars(parameter))
         hollow = self._born(stand_in.untyped_storage(), frozenset())
         if hollow.real:
             return None
@@ -290,6 +303,21 @@ class HollowBuild(TorchDispatchMode):
         for hollow in written:
             hollow.history = None  # what it was given can't be repeated
         return result
+
+
+class _DirectReads(TorchFunctionMode):
+    """Brings values back for the few methods that read memory without an operation that a dispatch mode sees."""
+
+    def __init__(self, build: HollowBuild) -> None:
+        super().__init__()
+        self._build = build
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _DIRECT_READS:
+            self._build.bring_back(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _name(func: Any) -> str:

@@ -71,8 +71,9 @@ micro-batch</span></div>
 def render_text(events: Sequence[Event], width: int = 100, *, workers: int | None = None) -> str:
     """One step as plain text, one line per worker and one cell per slice of time.
 
-    Each cell shows the kind (F, B, I, W) that took most of its slice, ``.`` where the worker was idle. Where a block
-    has room, its micro-batch's number follows the letter: ``F0--F1--``.
+    Each cell shows the kind (F, B, I, W) of its slice, ``.`` where the worker was idle. Where a block has room, its
+    micro-batch's number follows the letter, and on a worker with several stages its stage comes before: ``F0--F1--``,
+    ``2F0-2F1-``.
 
     width: of the whole line, in characters.
     workers: how many lines; by default the highest worker seen, plus one.
@@ -93,10 +94,12 @@ def render_text(events: Sequence[Event], width: int = 100, *, workers: int | Non
 
 def _text_row(actions: Iterable[Event], start: float, slice_: float, cells: int) -> str:
     row = ["."] * cells
-    for event in sorted(actions, key=lambda action: action.start):
+    ordered = sorted(actions, key=lambda action: action.start)
+    one_stage = len({action.stage for action in ordered}) == 1
+    for event in ordered:
         first = round((event.start - start) / slice_)
         last = max(first + 1, round((event.end - start) / slice_))
-        words = f"{event.kind}{event.microbatch}"
+        words = f"{event.kind}{event.microbatch}" if one_stage else str(event)
         block = words.ljust(last - first, "-") if len(words) <= last - first else event.kind * (last - first)
         row[first:last] = block
     return "".join(row[:cells])

@@ -1,0 +1,221 @@
+"""Any nn.Module, cut between the modules it calls: every stage replays the model's own forward. See `split.replay`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageflow.errors import SplitError
+from stageflow.graph import StageGraph
+from stageflow.split.measure import ROUNDS, smooth, timed, undisturbed
+from stageflow.split.replay.ghost import Ghost
+from stageflow.split.replay.interception import tensors_in
+from stageflow.split.replay.needs import Flow, Needs
+from stageflow.split.replay.opening import Opening, record_calls
+from stageflow.split.replay.program import Plan, ReplaySpec
+from stageflow.split.replay.trace import Event, Trace, run_trace
+from stageflow.split.request import Request
+from stageflow.split.spec import InputsUsed, LayerInfo, Split
+from stageflow.split.state import assign_owners, named_state, take_census
+
+ATTEMPTS = 12
+
+
+def cut(request: Request) -> Split:
+    """Cut a model between the modules it calls.
+
+    Raises SplitError if the model does not run on the example or can't be cut into so many stages.
+    """
+    if request.example is None:
+        raise SplitError("following the model's forward takes example inputs: pass example=")
+    census = take_census(request.model)
+    notes: list[str] = []
+    work = _copy_model(request.model, {})
+    if _without_cache(work, request.example):
+        notes.append("key-value cache off")
+    with undisturbed(work), torch.enable_grad():
+        trace = _trace(work, request)
+        flow = Flow(trace)
+        atoms = [event for event in trace.events if event.is_atom]
+        costs, unit = _costs(work, atoms, request)
+    bounds = _choose(request, flow, atoms, costs)
+    needs = flow.needs([atoms[b].number for b in bounds[1:-1]], request.stages)
+    return _assemble(request, census, trace, flow, needs, atoms, costs, unit, notes)
+
+
+def _trace(work: nn.Module, request: Request) -> Trace:
+    """Record the model on the example, taken apart until nothing escapes and there are cuts enough."""
+    assert request.example is not None
+    opening = Opening(work, record_calls(work, request.example))
+    opening.start()
+    for path in request.boundaries or ():
+        if not opening.open_around(path):
+            raise SplitError(f"boundary {path!r} is no module that the model calls on the example")
+    for _ in range(ATTEMPTS):
+        trace = run_trace(work, request.example, opening.opened)
+        for path in trace.escapes:
+            opening.open(path)
+        if not trace.escapes:
+            if request.boundaries is not None or _possible(trace) >= request.stages or not opening.grow():
+                return trace
+    raise SplitError(f"values escape from the model's modules in ways that can't be followed: {trace.escapes}")
+
+
+def _possible(trace: Trace) -> int:
+    forbidden = Flow(trace).forbidden()
+    return sum(event.is_atom and event.number not in forbidden for event in trace.events)
+
+
+def _choose(request: Request, flow: Flow, atoms: list[Event], costs: list[float]) -> list[int]:
+    forbidden = flow.forbidden()
+    allowed = {k for k, event in enumerate(atoms) if k and event.number not in forbidden}
+    try:
+        return request.choose_cuts([event.name for event in atoms], costs, allowed)
+    except SplitError as problem:
+        reasons = sorted({reason for event in atoms if (reason := forbidden.get(event.number))})
+        raise SplitError("; ".join([str(problem), *reasons[:3]])) from None
+
+
+def _costs(work: nn.Module, atoms: list[Event], request: Request) -> tuple[list[float], str]:
+    sizes = [float(sum(p.numel() for p in work.get_submodule(event.name).parameters())) for event in atoms]
+    if request.balance == "parameters":
+        return sizes, "parameters"
+    samples: list[list[float]] = [[] for _ in atoms]
+    kinds = [_kind(work, event) for event in atoms]
+    for _ in range(ROUNDS):
+        for number, event in enumerate(atoms):
+            module = work.get_submodule(event.name)
+            seconds, _ = timed(lambda e, m=module: m(*e[0], **e[1]), event.example, module.parameters(), number > 0)
+            samples[number].append(seconds)
+    return smooth(samples, kinds), "s"
+
+
+def _kind(work: nn.Module, event: Event) -> object:
+    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in(event.example))
+    return repr(work.get_submodule(event.name)), shapes
+
+
+def _copy_model(model: nn.Module, replace: dict[int, Tensor]) -> nn.Module:
+    """A copy that shares all parameters and buffers but those replaced (by id)."""
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor, _ in named_state(model)}
+    memo.update(replace)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as problem:
+        raise SplitError(f"the model can't be copied: {problem}") from problem
+
+
+def _without_cache(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Switch the key-value cache of transformers models off; whether there was one.
+
+    Training has no use for it, and it would tie all layers together by one object.
+    """
+    if "use_cache" in example[1]:
+        return False
+    found = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            found = True
+    return found
+
+
+def _assemble(
+    request: Request,
+    census: Any,
+    trace: Trace,
+    flow: Flow,
+    needs: Needs,
+    atoms: list[Event],
+    costs: list[float],
+    unit: str,
+    notes: list[str],
+) -> Split:
+    model, stages = request.model, request.stages
+    holders = _holders(model, census, trace, needs, atoms)
+    owners, mirrors = assign_owners(census, holders)
+    edges = {(s, s + 1) for s in range(stages - 1)} | set(needs.sends)
+    cautious = _cautious(trace, needs, stages)
+    specs = []
+    for stage in range(stages):
+        plan = Plan(
+            index=stage,
+            n_stages=stages,
+            stage_of={(e.name, e.call or 0): needs.stage_of[e.number] for e in atoms},
+            opened=trace.opened,
+            names=tuple(e.name for e in trace.events),
+            choices={e.number: e.outcome.outline for e in trace.events if e.extracts},
+            sends={c: keys for (p, c), keys in sorted(needs.sends.items()) if p == stage},
+            cautious=cautious[stage],
+            common=frozenset(v.key for v in flow.cheap),
+            classes=trace.classes,
+        )
+        ghosts = {
+            id(tensor): Ghost.of(f"s:{census.first_name(name)}", tensor, tensor.device)
+            for name, tensor, _ in named_state(model)
+            if census.first_name(name) not in holders[stage]
+        }
+        part = _copy_model(model, ghosts)
+        _without_cache(part, request.example or ((), {}))
+        specs.append(ReplaySpec(stage, plan, part, dict(census.aliases)))
+    return Split(
+        graph=StageGraph(stages, frozenset(edges)),
+        way="blocks",
+        reason=", ".join([f"{type(model).__name__} in {len(atoms)} pieces, balanced by {unit}", *notes]),
+        specs=specs,
+        owners=owners,
+        mirrors=mirrors,
+        aliases=census.aliases,
+        inputs_used=[_inputs_used(request, needs.inputs[s], any(cautious)) for s in range(stages)],
+        layers=[LayerInfo(e.name, c, needs.stage_of[e.number]) for e, c in zip(atoms, costs, strict=True)],
+        tensors=census.tensors,
+        unit=unit,
+    )
+
+
+def _holders(model: nn.Module, census: Any, trace: Trace, needs: Needs, atoms: list[Event]) -> list[set[str]]:
+    """Per stage, the first names of the parameters and buffers it holds."""
+    holders = [{census.first_name(name) for name in states} for states in needs.states]
+    for event in atoms:
+        holders[needs.stage_of[event.number]].update(_names_within(model, event.name, census))
+    called = {event.name for event in atoms}
+    last = 0
+    for path in trace.atom_paths:  # in the model's order
+        if path in called:
+            last = max(needs.stage_of[e.number] for e in atoms if e.name == path)
+            continue
+        names = _names_within(model, path, census)
+        holders[last].update(names)
+        for holder in holders:
+            holder.update(names)
+    holders[0] |= census.tensors.keys() - set().union(*holders)  # never used, but it has to be somewhere
+    return holders
+
+
+def _names_within(model: nn.Module, path: str, census: Any) -> set[str]:
+    return {census.first_name(f"{path}.{name}" if path else name) for name, _, _ in named_state(model.get_submodule(path))}
+
+
+def _cautious(trace: Trace, needs: Needs, stages: int) -> list[bool]:
+    """Per stage, whether the model still decides by data once the stage is over."""
+    last = max((e.number for e in trace.events if e.extracts), default=-1)
+    stage = needs.stage_of[last] if last >= 0 else -1
+    return [s < stage for s in range(stages)]
+
+
+def _inputs_used(request: Request, positions: set[int], everything: bool) -> InputsUsed | None:
+    assert request.example is not None
+    if everything:
+        return None
+    args, kwargs = request.example
+    count, used_args, used_kwargs = 0, set(), set()
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        n = len(tensors_in(value))
+        if positions & set(range(count, count + n)):
+            (used_args if isinstance(key, int) else used_kwargs).add(key)
+        count += n
+    return InputsUsed(frozenset(used_args), frozenset(used_kwargs))

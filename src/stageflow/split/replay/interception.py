@@ -1,0 +1,157 @@
+"""Seeing the events of a forward: calls of chosen modules ("atoms"), and torch functions called between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+
+class StageExit(BaseException):
+    """Ends a replay where the next stage's part begins. No Exception, lest the model's own code catch it."""
+
+
+class Timeline(TorchFunctionMode):
+    """One run of a model's forward, seen as events.
+
+    A torch function mode while the model's own code runs between atoms; taken off inside them, where torch runs at
+    its own speed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+
+    def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An atom's forward is called."""
+        raise NotImplementedError
+
+    def run_inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an atom's forward, unseen."""
+        self.inside = True
+        on_top = _get_current_function_mode() is self
+        if on_top:
+            _pop_mode()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if on_top:
+                _push_mode(self)
+            self.inside = False
+
+
+class Stand:
+    """Where intercepted modules find the timeline that is running; None lets them run as ever.
+
+    They do so in a backward pass, too, when activation checkpointing calls them again.
+    """
+
+    current: Timeline | None = None
+
+
+def intercept(module: nn.Module, path: str, stand: Stand) -> Callable[[], None]:
+    """Let ``stand.current`` decide what a call of ``module.forward`` does. Hooks of the module run around it as ever.
+
+    Returns what undoes it.
+    """
+    own = module.__dict__.get("forward")
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # The class is asked at each call: the split backward changes it after this was set up.
+        plain = own or type(module).forward.__get__(module)
+        timeline = stand.current
+        if timeline is None or timeline.inside:
+            return plain(*args, **kwargs)
+        return timeline.atom(path, plain, args, kwargs)
+
+    module.forward = forward
+
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    return undo
+
+
+def tensors_in(value: Any, found: list[Tensor] | None = None) -> list[Tensor]:
+    """All tensors in nested lists, tuples, dicts, sets, slices and dataclasses, in order; one that recurs, again."""
+    if found is None:
+        found = []
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            tensors_in(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            tensors_in(item, found)
+    elif isinstance(value, slice):
+        tensors_in((value.start, value.stop, value.step), found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            tensors_in(getattr(value, field.name, None), found)
+    return found
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function, for messages and to compare timelines."""
+    name = _NAMES.get(func)
+    if name is None:
+        name = getattr(func, "__name__", None) or str(func)
+        if name in ("__get__", "__set__"):
+            name = f"{getattr(func.__self__, '__name__', '')}.{name}"
+        _NAMES[func] = name
+    return name
+
+
+_NAMES: dict[Any, str] = {}
+
+
+def open_iteration(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]] | None:
+    """Iterating over a tensor gives an iterator, which is no value; what it iterates over is."""
+    if func is Tensor.__iter__:
+        return Tensor.unbind, (args[0], 0), iter
+    return None
+
+
+# Draw from the random generators, whatever their arguments (dropout, say, also with p = 0).
+_RANDOM_NAMES = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout dropout_ alpha_dropout_ "
+    "feature_dropout_ feature_alpha_dropout_ bernoulli bernoulli_ multinomial normal normal_ poisson uniform_ random_ "
+    "exponential_ geometric_ cauchy_ log_normal_ rrelu rrelu_ gumbel_softmax rand rand_like randn randn_like randint "
+    "randint_like randperm scaled_dot_product_attention multi_head_attention_forward trunc_normal_ xavier_uniform_ "
+    "native_dropout fractional_max_pool2d fractional_max_pool3d".split()
+)
+
+
+def draws(name: str) -> bool:
+    """Whether a torch function of this name may draw random numbers."""
+    return name in _RANDOM_NAMES
+
+
+def walk_atoms(model: nn.Module, opened: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The maximal modules with parameters that are not opened; a module in several places, once."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if path in opened or _is_container(module):
+            for name, child in module.named_children():
+                yield from walk(child, f"{path}.{name}" if path else name)
+        elif next(module.parameters(), None) is not None:
+            yield path, module
+
+    yield from walk(model, "")
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict))

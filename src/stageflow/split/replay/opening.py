@@ -1,0 +1,152 @@
+"""How far a model is taken apart.
+
+The answer depends on the model alone, not on the number of stages or on where cuts come to lie: random draws are keyed
+by the count of atoms, and must be the same for any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from stageflow.split.replay.interception import Stand, Timeline, intercept
+
+ENOUGH_BLOCKS = 8
+ENOUGH_ATOMS = 8
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module: its path, the call around it, and calls within it, in order."""
+
+    path: str
+    parent: Call | None
+    within: list[Call] = field(default_factory=list)
+
+    def around(self) -> Iterable[Call]:
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+class _Recorder(Timeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Call = Call("<outside>", None)
+        self.calls: list[Call] = []
+
+    def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(path, self.current)
+        self.current.within.append(call)
+        self.calls.append(call)
+        self.current = call
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.current = call.parent or call
+
+
+def record_calls(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Call]:
+    """Run ``model`` once and list the calls of modules, in the order in which they begin."""
+    recorder, stand = _Recorder(), Stand()
+    undo = [intercept(module, path, stand) for path, module in model.named_modules()]
+    stand.current = recorder
+    try:
+        args, kwargs = arguments
+        model(*args, **kwargs)
+    finally:
+        for step in undo:
+            step()
+    return recorder.calls
+
+
+class Opening:
+    """The modules that are open, grown on request."""
+
+    def __init__(self, model: nn.Module, calls: list[Call]) -> None:
+        self.model = model
+        self.calls = calls
+        self.paths = {""}
+        self._size = {path: sum(p.numel() for p in m.parameters()) for path, m in model.named_modules()}
+        self._modules = dict(model.named_modules())
+
+    @property
+    def opened(self) -> frozenset[str]:
+        return frozenset(self.paths)
+
+    def open(self, path: str) -> None:
+        """Open one module and all that calls it."""
+        self.paths.add(path)
+        for call in self.calls:
+            if call.path == path:
+                self.paths.update(c.path for c in call.around() if c.path in self._modules)
+
+    def open_around(self, path: str) -> bool:
+        """Make ``path`` an atom, or the first of its atoms one; False if nothing of that name is called."""
+        found = [call for call in self.calls if call.path == path or call.path.startswith(f"{path}.")]
+        for call in found[:1]:
+            self.paths.update(c.path for c in call.around() if c.path in self._modules)
+        return bool(found)
+
+    def atoms(self) -> list[Call]:
+        """The calls that are atoms."""
+        return [
+            call
+            for call in self.calls
+            if call.path not in self.paths
+            and self._size[call.path]
+            and (call.parent is None or call.parent.path in self.paths or call.parent.path not in self._modules)
+        ]
+
+    def start(self) -> None:
+        """Open down to the repeated blocks; without such, until there are enough atoms."""
+        blocks = self._outermost(self._block_calls())
+        while 0 < len(blocks) < ENOUGH_BLOCKS:
+            finer = self._refine(blocks)
+            if len(finer) <= len(blocks):
+                break
+            blocks = finer
+        for block in blocks:
+            self.paths.update(c.path for c in block.around() if c.path in self._modules)
+        if not blocks:
+            while len(self.atoms()) < ENOUGH_ATOMS and self.grow():
+                pass
+
+    def grow(self) -> bool:
+        """Open the largest atom that has modules within; False if there is none."""
+        inner = [c for c in self.atoms() if any(self._size[w.path] for w in c.within)]
+        if not inner:
+            return False
+        self.open(max(inner, key=lambda c: self._size[c.path]).path)
+        return True
+
+    def _block_calls(self) -> list[Call]:
+        """Calls of modules that stand in a list with others of their class, and are made of modules themselves."""
+        groups: dict[tuple[str, type], set[str]] = defaultdict(set)
+        called = Counter(call.path for call in self.calls)
+        for path in called:
+            parent, _, name = path.rpartition(".")
+            listed = isinstance(self._modules.get(parent), (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            if listed and self._size[path] and any(True for _ in self._modules[path].children()):
+                groups[parent, type(self._modules[path])].add(path)
+        blocks = {path for group in groups.values() if len(group) > 1 for path in group}
+        return [call for call in self.calls if call.path in blocks]
+
+    def _outermost(self, blocks: list[Call]) -> list[Call]:
+        chosen = set(blocks)
+        return [block for block in blocks if not any(around in chosen for around in block.around())]
+
+    def _refine(self, blocks: list[Call]) -> list[Call]:
+        """Blocks replaced by the blocks within them, where these hold most of their parameters."""
+        inner = self._block_calls()
+        finer: list[Call] = []
+        for block in blocks:
+            nested = self._outermost([b for b in inner if block in set(b.around())])
+            size = sum(self._size[path] for path in {b.path for b in nested})
+            finer.extend(nested if size > 0.6 * self._size[block.path] else [block])
+        return finer

@@ -1,0 +1,280 @@
+"""One stage of a replayed model, as its worker runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stageflow.errors import SplitError
+from stageflow.graph import Bundle, StageProgram, StageResult
+from stageflow.split.replay.ghost import Ghost, GhostTouched
+from stageflow.split.replay.interception import Stand, StageExit, intercept, tensors_in, walk_atoms
+from stageflow.split.replay.log import Log, Outcome
+from stageflow.split.replay.run import Run
+from stageflow.split.spec import StageSpec
+from stageflow.split.state import named_state
+
+MEMORY = 1024  # logs remembered; more only cost time
+
+
+@dataclass
+class Plan:
+    """What one stage has to know of the split.
+
+    stage_of: (path, how many-th call) of every atom call seen in the trace -> its stage.
+    opened: modules that are taken apart.
+    names: of the trace's events.
+    choices: event -> outline of what it gave to Python that depends on data; the trace is typical while these recur.
+    sends: consumer -> keys of the values it needs, as seen in the trace.
+    cautious: the model decides by data after this stage, so that the trace can't tell what later stages need.
+    common: keys of values that every stage makes by itself.
+    random: names of torch functions seen to draw random numbers.
+    """
+
+    index: int
+    n_stages: int
+    stage_of: dict[tuple[str, int], int]
+    opened: frozenset[str]
+    names: tuple[str, ...]
+    choices: dict[int, str]
+    sends: dict[int, list[str]]
+    cautious: bool
+    common: frozenset[str]
+    classes: dict[str, type]
+
+
+@dataclass
+class ReplaySpec(StageSpec):
+    """The whole model, in which all weights that this stage does not use are ghosts."""
+
+    index: int
+    plan: Plan
+    model: nn.Module
+    first_names: dict[str, str]
+
+    def build(self, device: torch.device) -> StageProgram:
+        _move(self.model, device)
+        return ReplayProgram(self.plan, self.model, self.first_names, device)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move what is real; make the ghosts anew, whose device can't be changed."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = _moved(tensor, device)
+                table[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, Ghost):
+        return Ghost.of(tensor.key, tensor, device)
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+        return tensor
+    return tensor.to(device)
+
+
+class ReplayProgram:
+    """Runs the model's forward as one of its stages; see `stageflow.graph.StageProgram`.
+
+    Layers are numbered by the count of atoms and random functions before them. ``seed`` is called where one ends, not
+    where one begins: activation checkpointing notes the random state before it calls a layer, and would not see a
+    key set within.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, first_names: dict[str, str], device: torch.device) -> None:
+        self.index = plan.index
+        self.module = model
+        self.plan = plan
+        self.device = device
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._buffer_places: dict[str, tuple[nn.Module, str]] = {}
+        for name, tensor, kind in named_state(model):
+            if isinstance(tensor, Ghost):
+                continue
+            first = first_names.get(name, name)
+            if kind == "parameter":
+                self.parameters.setdefault(first, tensor)  # type: ignore[arg-type]
+            else:
+                path, _, last = name.rpartition(".")
+                self._buffer_places.setdefault(first, (model.get_submodule(path), last))
+        self._first_names = first_names
+        self._stand = Stand()
+        for path, module in walk_atoms(model, plan.opened):
+            intercept(module, path, self._stand)
+        self._read: dict[str, Log] = {}
+        self._written: dict[tuple[str, tuple[str, ...], tuple[Outcome, ...]], str] = {}
+        self._expected: dict[Any, tuple[Log, str]] = {}
+        self._typical: dict[str, bool] = {}
+        self.ghost_states = [
+            (module, name, table, tensor)
+            for module in model.modules()
+            for table in (module._buffers,)
+            for name, tensor in table.items()
+            if isinstance(tensor, Ghost)
+        ]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The live buffers; a forward may put another tensor in a buffer's place."""
+        return {name: getattr(module, last) for name, (module, last) in self._buffer_places.items()}
+
+    def forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Mapping[int, Bundle],
+        seed: Callable[[int], None],
+    ) -> StageResult:
+        """Replay the model's forward on one micro-batch.
+
+        Raises SplitError if this stage turns out to need a value that no stage sent, or if the model takes another
+        path here than it took in the stage before.
+        """
+        if self.device.type != "meta":
+            args, kwargs = _ghosts_for_meta((args, kwargs), self.device)
+        text = received[self.index - 1].meta if self.index else ""
+        look = text or _look(args, kwargs)
+        run = Run(self, text, look, _values(received), seed)
+        outer, self._stand.current = self._stand.current, run
+        try:
+            with run:
+                run.begin()
+                output = self.module(*args, **kwargs)
+            run.leave()
+        except StageExit:
+            output = None
+        except GhostTouched as problem:
+            raise SplitError(self._explain(problem, run)) from problem
+        finally:
+            self._stand.current = outer
+            self._restore_ghosts()
+        if self.index == self.plan.n_stages - 1:
+            self._check_output(output, run)
+            return StageResult({}, output)
+        return StageResult(self._bundles(run))
+
+    # -- messages
+
+    def read_log(self, text: str) -> Log:
+        if not text:
+            return Log((), ())
+        log = self._read.get(text)
+        if log is None:
+            if len(self._read) >= MEMORY:
+                self._read.clear()
+            log = self._read[text] = Log.from_text(text)
+        return log
+
+    def _bundles(self, run: Run) -> dict[int, Bundle]:
+        bundles = {
+            consumer: Bundle({key: run.kept[key] for key in wanted if key in run.kept})
+            for consumer, wanted in self.plan.sends.items()
+        }
+        chain = bundles.setdefault(self.index + 1, Bundle())
+        chain.meta = run.text
+        chain.tensors.update(run.spare)
+        return bundles
+
+    def expect(self, look: Any) -> tuple[Log, str] | None:
+        """The log that the last run on inputs like these left, as itself and as text."""
+        return self._expected.get(look)
+
+    def write_log(self, run: Run) -> tuple[Log, str]:
+        """The log up to the end of a run, as itself and as text."""
+        if run.as_expected():
+            assert run.expected is not None
+            return run.expected
+        log = Log(run.log.names + tuple(run.names), run.log.outcomes + tuple(run.outcomes))
+        place = (run.before, tuple(run.names), tuple(run.outcomes))
+        text = self._written.get(place)
+        if text is None:
+            if len(self._written) >= MEMORY:
+                self._written.clear()
+            text = self._written[place] = log.to_text()
+        if len(self._expected) >= MEMORY:
+            self._expected.clear()
+        self._expected[run.look] = (log, text)
+        return log, text
+
+    def is_typical(self, text: str, log: Log) -> bool:
+        """Whether a timeline so far took the path of the trace."""
+        typical = self._typical.get(text)
+        if typical is None:
+            plan, n = self.plan, len(log.names)
+            typical = log.names == plan.names[:n] and all(
+                log.outcomes[number].outline == outline for number, outline in plan.choices.items() if number < n
+            )
+            if len(self._typical) >= MEMORY:
+                self._typical.clear()
+            self._typical[text] = typical
+        return typical
+
+    # -- state
+
+    def _restore_ghosts(self) -> None:
+        for _, name, table, ghost in self.ghost_states:
+            table[name] = ghost
+
+    def state_value(self, key: str) -> Tensor | None:
+        """The buffer with key "s:name", as it is now."""
+        place = self._buffer_places.get(key[2:])
+        return None if place is None else getattr(*place)
+
+    # -- errors
+
+    def _check_output(self, output: Any, run: Run) -> None:
+        for tensor in tensors_in(output):
+            if isinstance(tensor, Ghost):
+                raise SplitError(self._explain(GhostTouched(tensor.key, "the model's output"), run))
+
+    def _explain(self, problem: GhostTouched, run: Run) -> str:
+        made, _, _ = problem.key.partition(".")
+        what = f"value {problem.key}"
+        if made.isdigit() and int(made) < len(run.log.names):
+            what = f"what {run.log.names[int(made)]!r} made (event {made})"
+        elif problem.key.startswith("s:"):
+            what = f"{problem.key[2:]!r}"
+        return (
+            f"stage {self.index}: {problem.function} in {run.where()} needs {what}, which was neither sent to this "
+            "stage nor is held by it: the model took a path that the example did not show; split with an example that "
+            "does, or move the boundary"
+        )
+
+
+def _values(received: Mapping[int, Bundle]) -> dict[str, Tensor]:
+    """All that was received; from the later producer, where two sent a value."""
+    values: dict[str, Tensor] = {}
+    for producer in sorted(received):
+        values.update(received[producer].tensors)
+    return values
+
+
+def _look(args: Any, kwargs: Any) -> Any:
+    """Shapes of the inputs: micro-batches that look alike usually leave the same log."""
+    return tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs))), torch.is_grad_enabled()
+
+
+def _ghosts_for_meta(inputs: Any, device: torch.device) -> Any:
+    """Inputs whose values this stage was not given arrive on the meta device."""
+    if not any(tensor.is_meta for tensor in tensors_in(inputs)):
+        return inputs
+    count = iter(range(1 << 30))
+
+    def swap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        number = next(count)
+        return Ghost.of(f"i{number}", leaf, device) if leaf.is_meta else leaf
+
+    return pytree.tree_map(swap, inputs)

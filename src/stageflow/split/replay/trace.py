@@ -1,0 +1,261 @@
+"""One run of the model on its example, recorded: the events, and which values each makes, uses and changes."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageflow.errors import FrameError, SplitError
+from stageflow.split.replay.ghost import METADATA
+from stageflow.split.replay.interception import (
+    Stand,
+    Timeline,
+    draws,
+    intercept,
+    name_of,
+    open_iteration,
+    tensors_in,
+    walk_atoms,
+)
+from stageflow.split.replay.log import Outcome, describe
+from stageflow.split.state import named_state
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor object of the timeline.
+
+    key: "12.0" for the first tensor that event 12 made, "i3" for the third tensor of the input, "s:name" for
+        parameters and buffers, "c..." for constants that lie around in the model or a global.
+    born: the event that made it; -1 for what was there before.
+    tensor: kept, so that its id stays taken.
+    tainted: whether it depends on more than shapes: on the input's values, the weights, or chance.
+    """
+
+    key: str
+    born: int
+    tensor: Tensor
+    tainted: bool
+
+
+@dataclass(eq=False)
+class Event:
+    """A call of an atom, or of a torch function between atoms.
+
+    number: in the timeline. name: of the function; of an atom, its path. call: how many-th call of this atom.
+    uses, makes, changes: tensors it takes or reads from elsewhere, new ones it gives, ones it changes in place.
+    extracts: gives Python something that depends on more than shapes.
+    region: the activation checkpoints around it, outermost first.
+    example: of an atom, its arguments, to measure it.
+    """
+
+    number: int
+    name: str
+    call: int | None = None
+    uses: list[Value] = field(default_factory=list)
+    makes: list[Value] = field(default_factory=list)
+    changes: list[Value] = field(default_factory=list)
+    extracts: bool = False
+    region: tuple[int, ...] = ()
+    outcome: Outcome = Outcome("null", ())
+    example: Any = None
+
+    @property
+    def is_atom(self) -> bool:
+        return self.call is not None
+
+
+class Trace(Timeline):
+    """Records a timeline while the model computes for real.
+
+    escapes: atoms that hand out tensors in other ways than by their result, and so have to be opened; with reasons.
+    output: the values in the model's output.
+    """
+
+    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.escapes: dict[str, str] = {}
+        self.classes: dict[str, type] = {}
+        self.output: list[Value] = []
+        self.inputs: list[Value] = []
+        self.states: dict[str, Value] = {}
+        self.opened: frozenset[str] = frozenset()
+        self.atom_paths: list[str] = []
+        self._values: dict[int, Value] = {}
+        self._calls: dict[str, int] = defaultdict(int)
+        self._atom: Event | None = None
+        self._used: set[Value] = set()
+        for name, tensor, _ in named_state(model):
+            if id(tensor) not in self._values:
+                self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, tensor.requires_grad))
+        for position, tensor in enumerate(tensors_in(arguments)):
+            if id(tensor) not in self._values:
+                self.inputs.append(self._enter(Value(f"i{position}", -1, tensor, True)))
+
+    def _enter(self, value: Value) -> Value:
+        self._values[id(value.tensor)] = value
+        return value
+
+    # -- events
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if self._atom is not None:
+            return self._inside_atom(func, args, kwargs)
+        iteration = open_iteration(func, args)
+        if iteration is not None:
+            return iteration[2](self.__torch_function__(iteration[0], types, iteration[1]))
+        return self._record(Event(len(self.events), name_of(func)), func, args, kwargs)
+
+    def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        event = Event(len(self.events), path, call=self._calls[path], example=(args, kwargs))
+        self._calls[path] += 1
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._atom, self._used, self.inside = event, set(), True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._atom, self.inside = None, False
+
+        before = _plain(args, kwargs)
+        result = self._record(event, run, args, kwargs)
+        if _plain(args, kwargs) != before:
+            self.escapes.setdefault(path, "it changes its arguments")
+        return result
+
+    def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+        event.region = _checkpoints()
+        self.events.append(event)
+        arguments = tensors_in((args, kwargs))
+        event.uses = [self._known(tensor, event) for tensor in arguments]
+        watched = {v: v.tensor._version for v in event.uses} if not event.is_atom else self._versions()
+        random = torch.default_generator.get_state()
+        result = func(*args, **kwargs)
+        if event.is_atom:
+            event.uses.extend(sorted(self._used - set(event.uses), key=lambda v: (v.born, v.key)))
+        event.changes = [v for v, version in watched.items() if v.tensor._version != version]
+        chance = draws(event.name) or self._unequal(random, torch.default_generator.get_state())
+        tainted = event.is_atom or chance or any(v.tainted for v in event.uses)
+        for changed in event.changes:
+            changed.tainted |= tainted
+        self._note_result(event, result, arguments, tainted)
+        return result
+
+    def _unequal(self, a: Tensor, b: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return not torch.equal(a, b)
+
+    def _versions(self) -> dict[Value, int]:
+        return {v: v.tensor._version for v in self._values.values() if not v.tensor.is_inference()}
+
+    def _note_result(self, event: Event, result: Any, arguments: list[Tensor], tainted: bool) -> None:
+        try:
+            event.outcome, found = describe(result, arguments, self.classes)
+        except FrameError as problem:
+            if event.is_atom:
+                self.escapes.setdefault(event.name, f"its result {problem}")
+            return
+        for position, (slot, tensor) in enumerate(zip(event.outcome.slots, found, strict=True)):
+            if isinstance(slot, int):
+                continue
+            known = self._values.get(id(tensor))
+            if known is None:
+                value = Value(f"{event.number}.{position}", event.number, tensor, tainted)
+                event.makes.append(self._enter(value))
+            elif not known.key.startswith("s:"):
+                # An atom gives a tensor it was not handed but knows from elsewhere: a second name for one value.
+                self.escapes.setdefault(event.name, "it gives a tensor that it did not get as an argument")
+        event.extracts = tainted and event.outcome.outline not in ("", "null") and not found
+
+    # -- tensors
+
+    def _known(self, tensor: Tensor, event: Event) -> Value:
+        value = self._values.get(id(tensor))
+        if value is not None:
+            return value
+        maker = tensor.__dict__.get("_made_inside")
+        if maker is not None and maker[0] is self:
+            self.escapes.setdefault(maker[1], f"a tensor made inside it reaches {event.name!r} in another way than by its result")
+        elif tensor.grad_fn is not None:
+            raise SplitError(
+                f"{event.name!r} uses a tensor with a gradient (from {tensor.grad_fn.name()}) that no call of torch "
+                "between the model's modules made: an autograd.Function that returns one of its inputs?"
+            )
+        return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
+
+    def _inside_atom(self, func: Any, args: Any, kwargs: Any) -> Any:
+        assert self._atom is not None
+        for tensor in tensors_in((args, kwargs)):
+            value = self._values.get(id(tensor))
+            if value is not None:
+                self._used.add(value)
+            else:
+                maker = tensor.__dict__.get("_made_inside")
+                if maker is not None and maker[0] is self and maker[1:] != (self._atom.name, self._atom.number):
+                    reason = f"a tensor made inside it is used inside {self._atom.name!r}"
+                    self.escapes.setdefault(maker[1], reason)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if id(tensor) not in self._values:
+                tensor.__dict__.setdefault("_made_inside", (self, self._atom.name, self._atom.number))
+        return result
+
+
+def run_trace(
+    model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], opened: frozenset[str]
+) -> Trace:
+    """Run ``model`` once, with everything in ``opened`` taken apart, and record it."""
+    args, kwargs = arguments
+    stand = Stand()
+    atoms = dict(walk_atoms(model, opened))
+    undo = [intercept(module, path, stand) for path, module in atoms.items()]
+    trace = Trace(model, arguments)
+    trace.opened, trace.atom_paths = opened, list(atoms)
+    stand.current = trace
+    try:
+        with trace:
+            output = model(*args, **kwargs)
+    finally:
+        for step in undo:
+            step()
+    end = Event(len(trace.events), "the model's output")
+    trace.output = [trace._known(tensor, end) for tensor in tensors_in(output)]
+    return trace
+
+
+def _plain(args: Any, kwargs: Any) -> Any:
+    """The shape of nested arguments, to see whether a call changes it."""
+
+    def outline(value: Any, depth: int) -> Any:
+        if depth > 8:
+            return None
+        if isinstance(value, dict):
+            return {str(k): outline(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [outline(v, depth + 1) for v in value]
+        return value if isinstance(value, (int, float, str)) else id(value)
+
+    return outline((args, kwargs), 0)
+
+
+def _checkpoints() -> tuple[int, ...]:
+    """The calls of torch.utils.checkpoint that are running, outermost first."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("checkpoint.py") and code.co_name in ("checkpoint", "forward"):
+            if code.co_name == "checkpoint" and "torch" in code.co_filename:
+                found.append(id(frame))
+        frame = frame.f_back
+    return tuple(reversed(found))

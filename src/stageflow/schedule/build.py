@@ -35,14 +35,14 @@ class _Family:
 
 
 _FAMILIES = {
-    "gpipe": _Family(lambda graph, placement, microbatches: gpipe(placement, microbatches)),
+    "gpipe": _Family(gpipe),
     "1f1b": _Family(one_f_one_b, ("costs",)),
     "interleaved_1f1b": _Family(interleaved_1f1b, ("group", "costs"), placement="loop", chunks=2),
     "zb_h1": _Family(zb_h1, ("memory", "costs")),
     "zb_h2": _Family(zb_h2, ("costs",)),
     "zb_v": _Family(zb_v, ("costs",), placement="fold", chunks=2),
     "greedy": _Family(greedy, ("split", "memory", "costs")),
-    "forward_only": _Family(lambda graph, placement, microbatches: forward_only(placement, microbatches)),
+    "forward_only": _Family(forward_only),
 }
 
 SCHEDULES = tuple(_FAMILIES)
@@ -85,7 +85,9 @@ def build_schedule(
     if graph.n_stages != stages:
         raise InputError(f"schedule {name!r}: the graph has {graph.n_stages} stages, but stages={stages}")
     if workers is None:
-        free = placement is not None and not isinstance(placement, str)
-        workers = max(placement, default=0) + 1 if free else -(-stages // family.chunks)
+        if placement is None or isinstance(placement, str):
+            workers = -(-stages // family.chunks)
+        else:
+            workers = max(placement, default=0) + 1
     placed = place(family.placement if placement is None else placement, stages, workers)
     return Schedule(name, graph, placed, microbatches, family.build(graph, placed, microbatches, **options))

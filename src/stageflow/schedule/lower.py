@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stageflow.schedule.actions import Action
-from stageflow.schedule.rules import is_backward
+from stageflow.schedule.rules import depends_on, is_backward
 from stageflow.schedule.simulate import Costs, simulate
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ def lower(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     Values that stay on their worker give no instruction. Raises ScheduleError if the schedule has a cycle.
     """
     placement = schedule.placement
-    simulation = simulate(schedule, Costs())
-    times = simulation.times
+    times = simulate(schedule, Costs()).times
     # Sorted by time; a transfer happens when its value is there, before an action that starts at that same moment.
     events: list[tuple[float, int, int, list[tuple[int, Instruction]]]] = []
-    for serial, (worker, action, needs) in enumerate(simulation.steps):
+    for serial, action in enumerate(times):
+        worker = placement[action.stage]
         events.append((times[action].start, 1, serial, [(worker, action)]))
-        for need in needs:
+        for need in depends_on(action, schedule.graph, schedule.whole_backward):
             source = placement[need.stage]
             if source != worker:
                 value: Value = "B" if is_backward(need) else "F"

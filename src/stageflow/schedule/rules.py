@@ -23,16 +23,14 @@ def depends_on(action: Action, graph: StageGraph, whole_backward: Callable[[int,
     """
     kind, stage, microbatch = action
     if kind == "F":
-        return tuple(Action("F", producer, microbatch) for producer in graph.predecessors(stage))
+        return tuple([Action("F", producer, microbatch) for producer in graph.predecessors(stage)])
     if kind == "W":
         return (Action("I", stage, microbatch),)
-    return (
-        Action("F", stage, microbatch),
-        *(
-            Action("B" if whole_backward(consumer, microbatch) else "I", consumer, microbatch)
-            for consumer in graph.successors(stage)
-        ),
-    )
+    gradients = [
+        Action("B" if whole_backward(consumer, microbatch) else "I", consumer, microbatch)
+        for consumer in graph.successors(stage)
+    ]
+    return (Action("F", stage, microbatch), *gradients)
 
 
 def is_backward(action: Action) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stageflow.errors import InputError
 from stageflow.observe.events import Event
-from stageflow.schedule.actions import Action
+from stageflow.schedule.actions import KINDS, Action
 from stageflow.schedule.walk import walk
 
 if TYPE_CHECKING:
@@ -98,29 +98,29 @@ class Idle(NamedTuple):
 class Simulation:
     """A simulated step.
 
-    times: start and end of every action.
-    steps: (worker, action, what it needed) in an order in which nothing comes before what it needs.
+    times: start and end of every action,
+        in an order in which none comes before what it needs, and those of a worker as it runs them.
+    placement: the worker of each stage.
     workers: how many.
     """
 
-    times: dict[Action, Times]
-    steps: list[tuple[int, Action, tuple[Action, ...]]] = field(repr=False)
+    times: dict[Action, Times] = field(repr=False)
+    placement: tuple[int, ...]
     workers: int
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds of work per worker."""
         total = [0.0] * self.workers
-        for worker, action, _ in self.steps:
-            start, end = self.times[action]
-            total[worker] += end - start
+        for action, (start, end) in self.times.items():
+            total[self.placement[action.stage]] += end - start
         return tuple(total)
 
     @cached_property
     def _extent(self) -> tuple[Times, ...]:
         extent: dict[int, Times] = {}
-        for worker, action, _ in self.steps:
-            start, end = self.times[action]
+        for action, (start, end) in self.times.items():
+            worker = self.placement[action.stage]
             extent[worker] = Times(extent[worker].start if worker in extent else start, end)
         return tuple(extent.get(worker, Times(0.0, 0.0)) for worker in range(self.workers))
 
@@ -165,8 +165,8 @@ class Simulation:
     def events(self) -> list[Event]:
         """The step as `observe` draws and writes it."""
         return [
-            Event(worker, action.stage, action.kind, action.microbatch, *self.times[action])
-            for worker, action, _ in self.steps
+            Event(self.placement[action.stage], action.stage, action.kind, action.microbatch, start, end)
+            for action, (start, end) in self.times.items()
         ]
 
 
@@ -177,11 +177,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """
     costs.check(schedule.n_stages, schedule.graph.edges)
     placement = schedule.placement
+    seconds = {(kind, s): costs.of(Action(kind, s, 0)) for kind in KINDS for s in range(schedule.n_stages)}
     free = [0.0] * schedule.n_workers
     times: dict[Action, Times] = {}
-    steps: list[tuple[int, Action, tuple[Action, ...]]] = []
-    for step in walk(schedule):
-        worker, action, needs = step
+    for worker, action, needs in walk(schedule):
         start = free[worker]
         for need in needs:
             arrival = times[need].end
@@ -189,7 +188,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
                 arrival += costs.hop_between(need.stage, action.stage)
             if arrival > start:
                 start = arrival
-        free[worker] = end = start + costs.of(action)
+        free[worker] = end = start + seconds[action.kind, action.stage]
         times[action] = Times(start, end)
-        steps.append(step)
-    return Simulation(times, steps, schedule.n_workers)
+    return Simulation(times, placement, schedule.n_workers)

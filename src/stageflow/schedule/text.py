@@ -151,10 +151,10 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     short = schedule.n_stages == schedule.n_workers
     end = round(simulation.makespan)
     rows = [["."] * end for _ in schedule.orders]
-    for worker, action, _ in simulation.steps:
-        start, stop = (round(time) for time in simulation.times[action])
+    for action, times in simulation.times.items():
+        start, stop = (round(time) for time in times)
         label = f"{action.kind}{action.microbatch}" if short else str(action)
-        rows[worker][start:stop] = [label] + ["-" * len(label)] * (stop - start - 1)
+        rows[schedule.placement[action.stage]][start:stop] = [label] + ["-" * len(label)] * (stop - start - 1)
     width = max((len(cell) for row in rows for cell in row), default=1)
     head = len(str(len(rows) - 1))
     return "\n".join(

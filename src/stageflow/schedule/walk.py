@@ -31,14 +31,15 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]
         for position in range(heads[worker], len(order)):
             action = order[position]
             needs = depends_on(action, graph, whole_backward)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
+            if not done.issuperset(needs):
+                missing = next(need for need in needs if need not in done)
                 waiting.setdefault(missing, []).append(worker)
                 heads[worker] = position
                 break
             yield worker, action, needs
             done.add(action)
-            ready.extend(waiting.pop(action, ()))
+            if action in waiting:
+                ready.extend(waiting.pop(action))
         else:
             heads[worker] = len(order)
     blocked = {worker: missing for missing, workers in waiting.items() for worker in workers}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action
 from stageflow.schedule.builders.common import Orders
 from stageflow.schedule.placement import local_stages
 
 
-def forward_only(placement: tuple[int, ...], microbatches: int) -> Orders:
+def forward_only(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
     """Every worker takes the micro-batches in turn.
 
     With several stages on a worker the order is that of a time in which every forward takes one step: F of stage s

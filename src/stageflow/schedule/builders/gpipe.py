@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action
 from stageflow.schedule.builders.common import Orders, is_contiguous, through
 from stageflow.schedule.placement import local_stages
 
 
-def gpipe(placement: tuple[int, ...], microbatches: int) -> Orders:
+def gpipe(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
     """Huang et al. 2019, "GPipe", section 2.3; with several stages in a loop, the breadth-first order of
     Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism": all micro-batches of a stage before the next stage.
 
@@ -18,7 +19,7 @@ def gpipe(placement: tuple[int, ...], microbatches: int) -> Orders:
 
     For p workers, m micro-batches: idle time per worker (p-1)(F+B); peak m activations per stage.
     """
-    orders = []
+    orders: list[tuple[Action, ...]] = []
     for stages in local_stages(placement):
         if is_contiguous(placement):
             order = [action for m in range(microbatches) for action in through("F", stages, m)]

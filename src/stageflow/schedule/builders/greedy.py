@@ -36,9 +36,9 @@ def greedy(
         has stages. Default: what 1F1B keeps, n-s for each local stage s of n.
     costs: times that the order is made for; by default 1 for F, I and W, none for hops.
 
-    With one stage per worker, the default memory and F = I = W the result is 1F1B. Never gets stuck: a worker always
-    leaves room for one activation of each of its stages that holds none, and of the oldest unfinished micro-batch some
-    action can therefore always start.
+    Never gets stuck: a worker always leaves room for one activation of each of its stages that holds none, so of the
+    oldest unfinished micro-batch some action can always start. With one stage per worker, no split and B = 2F it finds
+    1F1B.
     """
     stages = local_stages(placement)
     limits = memory_1f1b(placement) if memory is None else memory
@@ -72,6 +72,7 @@ class _ListScheduler:
         self.kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
         self.next: dict[tuple[Kind, int], int] = {(k, s): 0 for k in self.kinds for s in range(graph.n_stages)}
         self.ended: dict[Action, float] = {}
+        self.ready: dict[Action, float] = {}
         self.free = [0.0] * len(self.local)
         self.orders: list[list[Action]] = [[] for _ in self.local]
         self.looks = [(0.0, worker) for worker in range(len(self.local))]
@@ -98,13 +99,20 @@ class _ListScheduler:
 
     def _ready(self, action: Action) -> float:
         """When all it needs is here; infinity while that is not known."""
+        known = self.ready.get(action)
+        if known is not None:
+            return known
         ready = 0.0
-        for need in depends_on(action, self.graph, lambda *_: not self.split):
+        for need in depends_on(action, self.graph, self._whole_backward):
             ended = self.ended.get(need)
             if ended is None:
                 return _NEVER
             ready = max(ready, ended + self._hop(need.stage, action.stage))
+        self.ready[action] = ready
         return ready
+
+    def _whole_backward(self, stage: int, microbatch: int) -> bool:
+        return not self.split
 
     def _hop(self, source: int, target: int) -> float:
         return self.costs.hop_between(source, target) if self.placement[source] != self.placement[target] else 0.0

@@ -23,17 +23,20 @@ def interleaved_1f1b(
     Micro-batches go in groups: a group passes a worker's first stage, then its second, ...; worker d of p warms up
     with 2(p-1-d) + (v-1)N forwards for v stages per worker and groups of N, then one forward and one backward in turn.
 
-    group: micro-batches per group, at least p, which is the default (Llama 3, 2024, section 3.3.2, has it free).
-        A rest that fills no group would deadlock as a small last group: its forwards of the next stage come due before
-        the last worker, busy with backwards, has passed on the stage before. So the micro-batches are cut into
-        m // group groups of almost equal size, none smaller than ``group``. Fewer than ``group`` are one small group,
-        which is no danger because all its forwards but those of the last stage come before any backward.
+        4 stages on 2 workers, 2 micro-batches, B twice F
+        0 | 0F0 0F1 2F0 2F1 .   .   2B0 --- .   2B1 --- 0B0 --- 0B1 ---
+        1 | .   1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1B0 --- 1B1 --- .   .
+
+    group: micro-batches per group, at least p, which is the default (Llama 3, 2024, section 3.3.2, has it free);
+        bigger groups hide hops at the price of memory. A rest that fills no group would deadlock as a small last
+        group: its forwards of the next stage come due before the last worker, busy with backwards, has passed on the
+        stage before. So the micro-batches are cut into m // group groups of almost equal size, none smaller than
+        ``group``. Fewer than ``group`` are one small group, which is no danger: all its forwards but those of the
+        last stage come before any backward.
 
     For p workers with v stages each (F, B the times of one stage) and m >= p micro-batches: idle time per worker
-    (p-1)(F+B) per worker; peak on worker d (v-1)N + 2(p-1-d) + 1 activations of a stage, N the largest group.
-    A placement that is no loop, or that gives some workers more stages than others, is built as 1F1B.
-
-        4 stages on 2 workers, 2 micro-batches, B twice F
+    (p-1)(F+B); peak on worker d (v-1)N + 2(p-1-d) + 1 activations of a stage, N the largest group, or mv if that is
+    less. A placement that is no loop, or that gives some workers more stages than others, is built as 1F1B.
     """
     workers = max(placement) + 1
     if group is not None and group < workers:

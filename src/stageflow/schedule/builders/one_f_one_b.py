@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stageflow.graph import StageGraph
+from stageflow.schedule.actions import Action
 from stageflow.schedule.builders.common import Orders, is_contiguous, through
 from stageflow.schedule.builders.greedy import greedy
 from stageflow.schedule.placement import local_stages
@@ -26,7 +27,7 @@ def one_f_one_b(graph: StageGraph, placement: tuple[int, ...], microbatches: int
     if not is_contiguous(placement):
         return greedy(graph, placement, microbatches, split=False, costs=costs)
     workers = max(placement) + 1
-    orders = []
+    orders: list[tuple[Action, ...]] = []
     for worker, stages in enumerate(local_stages(placement)):
         warm_up = min(workers - 1 - worker, microbatches)
         order = [action for m in range(warm_up) for action in through("F", stages, m)]

@@ -115,7 +115,7 @@ def _v_order(workers: int, worker: int, microbatches: int) -> tuple[Action, ...]
     """One worker's order in the V; down is its stage on the way from the first worker, up the one on the way back."""
     down, up = worker, 2 * workers - 1 - worker
     behind = workers - worker
-    steady = (("F", down), ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
+    steady: tuple[tuple[Kind, int], ...] = (("F", down), ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
     phases: list[tuple[int, tuple[tuple[Kind, int], ...]]] = [
         (2 * behind - 1, (("F", down),)),
         (worker, (("F", up), ("F", down))),

@@ -20,7 +20,7 @@ import math
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,8 +163,20 @@ def portable_copy(tag: Tag, bundle: Bundle) -> Bundle:
 
 
 def _layout(key: tuple[Any, ...]) -> _Layout:
-    pieces, offsets, at = [], [], 0
-    for name, dtype, shape in key:
+    offsets: list[int] = []
+    descriptors, payload = describe(key, offsets)
+    return _Layout(descriptors, tuple(offsets), payload)
+
+
+def describe(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], offsets: list[int] | None = None
+) -> tuple[bytes, int]:
+    """(descriptors of tensors laid one after the other, bytes they take together); see `parse_descriptors`.
+
+    tensors: (name, dtype, shape) of each. offsets: is extended by where each one starts.
+    """
+    pieces, at = [], 0
+    for name, dtype, shape in tensors:
         code = _CODES.get(dtype)
         if code is None:
             raise FrameError(f"tensor {name!r} has dtype {dtype}, which has no place in a frame")
@@ -172,9 +184,10 @@ def _layout(key: tuple[Any, ...]) -> _Layout:
             raise FrameError(f"tensor {name!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
         text = name.encode()
         pieces += [_DESCRIPTOR.pack(len(text), code, len(shape), at), struct.pack(f"<{len(shape)}Q", *shape), text]
-        offsets.append(at)
+        if offsets is not None:
+            offsets.append(at)
         at = _aligned(at + math.prod(shape) * dtype.itemsize)
-    return _Layout(b"".join(pieces), tuple(offsets), at)
+    return b"".join(pieces), at
 
 
 def _aligned(size: int) -> int:

@@ -42,6 +42,10 @@ class Inbox:
         for tag in [tag for tag in self._messages if tag.step < before_step]:
             del self._messages[tag]
 
+    def ids(self) -> set[int]:
+        """The identities of the bundles that wait."""
+        return {id(bundle) for bundle in self._messages.values()}
+
     def clear(self) -> None:
         self._messages.clear()
 

@@ -133,7 +133,9 @@ class Split:
             parameters = sum(self.tensors[name].numel for name in self.parameter_names(stage))
             copies = sum(self.tensors[name].numel for name in self.mirrored_names(stage))
             layers = _abridge(self.layer_names(stage))
-            rows.append((str(stage), layers, f"{parameters:,}", f"{copies:,}" if copies else "", f"{cost / total:.1%}"))
+            rows.append((str(stage), layers, f"{parameters:,}", f"{copies:,}", f"{cost / total:.1%}"))
+        if not self.mirrors:
+            rows = [(*row[:3], *row[4:]) for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [f"split by {self.way}: {self.reason}"]
         for row in rows:

@@ -31,7 +31,9 @@ def test_no_cut_is_better(chain):
     costs, positions, stages = chain
     bounds = chain_min_max(costs, stages, allowed=positions)
 
-    assert bounds[0] == 0 and bounds[-1] == len(costs) and len(bounds) == stages + 1
+    assert bounds[0] == 0
+    assert bounds[-1] == len(costs)
+    assert len(bounds) == stages + 1
     assert all(a < b for a, b in pairwise(bounds)), "every stage has a layer"
     assert set(bounds[1:-1]) <= positions
     assert bottleneck(costs, bounds) == brute_force(costs, stages, positions)

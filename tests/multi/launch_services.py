@@ -1,11 +1,31 @@
 """What the launch tests run in workers; imports little, because every worker imports it."""
 
+import ctypes
 import os
 import select
+import signal
 import time
+from pathlib import Path
 
 from stageflow.errors import TransferTimeout, TransportError
 from stageflow.transport.base import Endpoint
+
+
+def still_running(pids, within=2.0):
+    """Which of these processes still run after some seconds; one that waits to be reaped does not."""
+    deadline = time.monotonic() + within
+    while left := [pid for pid in pids if _runs(pid)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+    return []
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Service:
@@ -125,3 +145,26 @@ class Waiter(Service):
 
     def recv(self):
         self.ctx.endpoint().recv("nothing", 30.0)
+
+
+class Runner(Service):
+    def run(self, function):
+        return function()
+
+    def die(self, who, how):
+        if self.ctx.rank == who:
+            self.ctx.board.set("5B3")
+            how()
+        self.wait()
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exited():
+    os._exit(3)
+
+
+def crashed():
+    ctypes.string_at(0)

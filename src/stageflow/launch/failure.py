@@ -110,14 +110,17 @@ def _aftermath(closed: bool, stuck: Sequence[int]) -> str:
     return "; the group is closed" if closed else ""
 
 
-def worker_died(status: WorkerStatus, code: int, stacks: str = "") -> WorkerDied:
+def worker_died(status: WorkerStatus, code: int | None, stacks: str = "") -> WorkerDied:
     """The error of a worker whose process ended.
 
-    code: its exit code, or minus the signal that ended it. stacks: what it wrote to its fault log.
+    code: its exit code, or minus the signal that ended it; None: its parent, which would know, was killed.
+    stacks: what it wrote to its fault log.
     """
     stage, microbatch = split_action(status.action)
     where = f"worker {status.rank}" + (f" (stage {stage})" if stage is not None else "")
-    if code < 0:
+    if code is None:
+        how = "ended, as a child of the workers' server process, which was killed,"
+    elif code < 0:
         try:
             name = f" ({signal.Signals(-code).name})"
         except ValueError:

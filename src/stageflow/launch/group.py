@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from abc import abstractmethod
@@ -33,12 +34,13 @@ class SupervisedGroup(WorkerGroup):
         self._supervisor = sv.Supervisor(size, grace=grace)
         self._results: dict[int, Any] = {}
         self._reports: dict[int, Report] = {}
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, int | None] = {}
         self._timeout = 0.0
         self._verdict: sv.Conclude | None = None
         self._error: BaseException | None = None
         self._snapshot: list[WorkerStatus] = []
         self._stacks: dict[int, str] = {}
+        self._owner = os.getpid()
         self._closed = False
         self._last: list[WorkerStatus] = []
 
@@ -130,6 +132,8 @@ class SupervisedGroup(WorkerGroup):
         return self
 
     def _check_open(self) -> None:
+        if self._owner != os.getpid():
+            raise PipelineClosed(f"these workers belong to process {self._owner}, of which this one was forked")
         if self._closed:
             why = f" after: {self._error}".partition("\n")[0] if self._error is not None else ""
             raise PipelineClosed(f"these workers were closed{why}; start a new group")
@@ -157,7 +161,8 @@ class SupervisedGroup(WorkerGroup):
             return
         self._last = [replace(status, alive=False) for status in self.status()]
         self._closed = True
-        self._free()
+        if self._owner == os.getpid():
+            self._free()
 
     # The loop.
 
@@ -190,7 +195,7 @@ class SupervisedGroup(WorkerGroup):
                 self._error = stage_failed(self._reports[verdict.rank], closed=verdict.closed, stuck=verdict.stuck)
             case "died":
                 assert verdict.rank is not None
-                code = self._exits.get(verdict.rank, -9)
+                code = self._exits[verdict.rank]
                 faults = self._dump([verdict.rank]).get(verdict.rank, "")
                 self._error = worker_died(self._snapshot[verdict.rank], code, faults)
             case "hung":

@@ -143,7 +143,7 @@ class ProcessGroup(SupervisedGroup):
 
     def _poll(self, wait: float) -> list[sv.Event]:
         events: list[sv.Event] = []
-        exited: list[tuple[int, int]] = []
+        exited: list[tuple[int, int | None]] = []
         for key, _ in self._held.selector.select(wait):
             if key.data is None:
                 exited += self._news()
@@ -156,12 +156,12 @@ class ProcessGroup(SupervisedGroup):
             events.append(sv.Exited(time.monotonic(), rank))
         return events
 
-    def _news(self) -> list[tuple[int, int]]:
+    def _news(self) -> list[tuple[int, int | None]]:
         """Exits (rank, code) that the zygote reports. It being gone means that all are."""
         received = zygote.receive(self._held.zygote)
         if received is None:
             self._held.selector.unregister(self._held.zygote)
-            return [(rank, -signal.SIGKILL) for rank in range(self.size) if rank not in self._gone]
+            return [(rank, None) for rank in range(self.size) if rank not in self._gone]
         message, _ = received
         if "pid" in message:
             self._pids[message["rank"]] = message["pid"]

@@ -198,5 +198,6 @@ def main(fd: int, preload: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # what was imported stays shared with the workers, pages untouched by their garbage collector
     send(sock, {"ready": True, "threads": threading.active_count()})
-    Zygote(sock, work).run()
+    server = Zygote(sock, work)
+    server.run()
     os._exit(0)  # torch takes long to unload, and the driver waits

@@ -1,0 +1,239 @@
+"""Whole programs, run as a user runs them: guard or no guard, Ctrl-C, killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch_services import still_running
+
+from stageflow.testing.leaks import descendants
+
+SERVICE = """
+import os, sys, time
+from stageflow.launch.processes import start_processes
+
+class Service:
+    def __init__(self, ctx):
+        self.ctx = ctx
+    def pid(self):
+        return os.getpid()
+    def busy(self):
+        x = 0
+        while True:
+            x += 1  # computes and never looks at its interrupt
+    def wait(self):
+        while True:
+            self.ctx.interrupt.check()
+            time.sleep(0.01)
+"""
+
+
+def write(tmp_path, text, name="script.py"):
+    path = tmp_path / name
+    path.write_text(SERVICE + textwrap.dedent(text))
+    return path
+
+
+def run(*command, **options):
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+@pytest.fixture
+def start():
+    """Starts a program in its own process group and ends it with the test."""
+    started = []
+
+    def begin(path):
+        process = subprocess.Popen(
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def busy_family(process):
+    """Process ids of a started program's workers and their server, once the workers are busy."""
+    assert process.stdout.readline() == "busy\n"
+    return descendants(process.pid)
+
+
+def test_a_script_without_a_main_guard(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        print("script runs")
+        with start_processes(Service, 2) as group:
+            assert len(set(group.call("pid", timeout=20))) == 2
+        print("done")
+        """,
+    )
+    done = run(path)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["script runs", "done", ""]), done.stderr
+
+
+def test_a_notebook_like_main(tmp_path):
+    """Code given on standard input has no file: classes of __main__ must travel by value."""
+    text = SERVICE + textwrap.dedent(
+        """
+        exec(compile("class Cell(Service):\\n    def where(self): return __name__, os.getpid()", "<cell>", "exec"))
+        with start_processes(lambda ctx: Cell(ctx), 2) as group:
+            print(group.call("where", timeout=20)[0][0])
+        """
+    )
+    done = run("-", input=text)
+    assert (done.returncode, done.stdout) == (0, "__main__\n"), done.stderr
+
+
+def test_a_script_that_a_worker_imports_under_its_own_name(tmp_path):
+    """Sent by reference, its classes make the worker import the script, which would start workers again."""
+    path = write(
+        tmp_path,
+        """
+        import script
+        with start_processes(script.Service, 2) as group:
+            print(len(group.call("pid", timeout=20)))
+        """,
+    )
+    done = run(path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "only being imported" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
+
+
+def test_a_script_that_multiprocessing_spawns_again(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        import multiprocessing
+        with start_processes(Service, 1) as group:
+            child = multiprocessing.get_context("spawn").Process(target=print)
+            child.start()
+            child.join()
+            print("child ended with", child.exitcode)
+        """,
+    )
+    done = run(path)
+    assert done.stdout == "child ended with 1\n"
+    assert "put the code that starts them under" in done.stderr.lower()
+
+
+def test_a_group_that_nobody_closes_ends_with_the_program(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        group = start_processes(Service, 2)
+        print(*group.call("pid", timeout=20))
+        """,
+    )
+    done = run(path, env={**os.environ, "PYTHONWARNINGS": "error"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert still_running(map(int, done.stdout.split())) == []
+
+
+def test_ctrl_c(tmp_path, start):
+    """The terminal sends SIGINT to the whole foreground process group."""
+    path = write(
+        tmp_path,
+        """
+        group = start_processes(Service, 2)
+        print("busy", flush=True)
+        group.call("busy", timeout=60)
+        """,
+    )
+    process = start(path)
+    family = busy_family(process)
+    assert len(family) == 3
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert still_running(family) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_driver_takes_its_workers_along(tmp_path, start, how):
+    path = write(
+        tmp_path,
+        """
+        group = start_processes(Service, 2)
+        with group.cast("busy", timeout=60) as running:
+            print("busy", flush=True)
+            running.results()
+        """,
+    )
+    process = start(path)
+    family = busy_family(process)
+    process.send_signal(how)
+    process.wait(timeout=5)
+    assert still_running(family) == []
+
+
+def test_a_killed_driver_whose_forked_child_lives_on(tmp_path, start):
+    """A data loader's worker holds copies of all the driver's sockets: their end is never seen."""
+    path = write(
+        tmp_path,
+        """
+        group = start_processes(Service, 2)
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        with group.cast("busy", timeout=60) as running:
+            print("busy", flush=True)
+            running.results()
+        """,
+    )
+    process = start(path)
+    family = busy_family(process)
+    [child] = [pid for pid in family if b"script.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    process.kill()
+    process.wait(timeout=5)
+    assert still_running(set(family) - {child}) == []
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_of_the_driver_does_not_end_its_workers(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        import gc
+        from stageflow.errors import PipelineClosed
+        with start_processes(Service, 1) as group:
+            child = os.fork()
+            if child == 0:
+                try:
+                    group.call("pid", timeout=20)
+                except PipelineClosed as error:
+                    print(error, flush=True)
+                group.close()
+                del group
+                gc.collect()
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(len(group.call("pid", timeout=20)))
+        """,
+    )
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"these workers belong to process \d+, of which this one was forked\n1\n", done.stdout)
+
+
+def test_supervising_does_without_torch():
+    done = run("-c", "import sys, stageflow.launch.processes, stageflow.launch.threads; print('torch' in sys.modules)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -21,7 +21,7 @@ from stageflow.split.request import Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
 from stageflow.split.state import assign_owners, named_state, take_census
 
-ATTEMPTS = 12
+ATTEMPTS = 30
 
 
 def cut(request: Request) -> Split:
@@ -54,14 +54,20 @@ def _trace(work: nn.Module, request: Request) -> Trace:
     for path in request.boundaries or ():
         if not opening.open_around(path):
             raise SplitError(f"boundary {path!r} is no module that the model calls on the example")
+    trace = None
     for _ in range(ATTEMPTS):
         trace = run_trace(work, request.example, opening.opened)
-        for path in trace.escapes:
+        if "" in trace.sealed:
+            raise SplitError(f"the model can't be taken apart: {trace.sealed['']}")
+        for path in trace.sealed:
+            opening.seal(path)
+        for path in trace.escapes.keys() - opening.sealed:
             opening.open(path)
-        if not trace.escapes:
+        if trace.opened == opening.opened and not trace.escapes:
             if request.boundaries is not None or _possible(trace) >= request.stages or not opening.grow():
                 return trace
-    raise SplitError(f"values escape from the model's modules in ways that can't be followed: {trace.escapes}")
+    escapes = trace.escapes if trace is not None else {}
+    raise SplitError("; ".join(f"{path!r} can't be followed: {reason}" for path, reason in escapes.items()))
 
 
 def _possible(trace: Trace) -> int:

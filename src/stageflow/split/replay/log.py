@@ -8,12 +8,14 @@ the texts they met, so that making and reading one costs a look-up as long as sh
 from __future__ import annotations
 
 import base64
+import builtins
 import json
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +34,8 @@ class Fresh(NamedTuple):
 class Outcome(NamedTuple):
     """What one event gave.
 
-    outline: of the result, in JSON, with tensors left out (see `transport.structure`); empty for one bare tensor.
+    outline: of the result, in JSON, with tensors left out (see `transport.structure`); empty for one bare tensor; or
+        one of the marks below.
     slots: per tensor of the result, `Fresh`, or the position of the argument that it is itself.
     """
 
@@ -41,6 +44,9 @@ class Outcome(NamedTuple):
 
 
 NOTHING = Outcome("null", ())
+OPAQUE = Outcome("?", ())  # a result that is neither tensor nor plain, such as the handle of a hook
+_RAISED = "!"  # and the exception
+_ARRAY = "#"  # and the values: numpy's arrays are for Python code to look into
 
 
 class Log(NamedTuple):
@@ -77,6 +83,8 @@ def describe(result: Any, arguments: Sequence[Tensor], classes: dict[str, type] 
         return Outcome("", (_slot(result, arguments),)), [result]
     if result is None:
         return NOTHING, []
+    if isinstance(result, (np.ndarray, np.generic)):
+        return Outcome(_ARRAY + _array_out(result), ()), []
     tensors, meta = flatten(result, classes)
     found = list(tensors.values())
     return Outcome(json.dumps(meta), tuple(_slot(t, arguments) for t in found)), found
@@ -87,6 +95,29 @@ def _slot(tensor: Tensor, arguments: Sequence[Tensor]) -> Fresh | int:
         if argument is tensor:
             return position
     return Fresh(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def raised(problem: Exception) -> Outcome:
+    """The outcome of an event that raised: the model's code may catch it and go on."""
+    return Outcome(_RAISED + json.dumps([type(problem).__name__, str(problem)]), ())
+
+
+def _array_out(array: np.ndarray | np.generic) -> str:
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return json.dumps([array.dtype.str, list(array.shape), isinstance(array, np.generic), data])
+
+
+def _array_in(text: str) -> Any:
+    dtype, shape, is_scalar, data = json.loads(text)
+    array = np.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype).reshape(shape)
+    return array[()] if is_scalar else array
+
+
+class Unavailable:
+    """Stands for the handle of a hook that was set on a ghost."""
+
+    def remove(self) -> None:
+        """There is no hook."""
 
 
 def conjure(
@@ -103,9 +134,18 @@ def conjure(
         arguments[slot] if isinstance(slot, int) else make(position, slot)
         for position, slot in enumerate(outcome.slots)
     ]
-    if not outcome.outline:
+    outline = outcome.outline
+    if not outline:
         return tensors[0]
-    return unflatten(_outline(outcome.outline), {str(k): t for k, t in enumerate(tensors)}, classes)
+    if outline == OPAQUE.outline:
+        return Unavailable()
+    if outline.startswith(_ARRAY):
+        return _array_in(outline[1:])
+    if outline.startswith(_RAISED):
+        kind, text = json.loads(outline[1:])
+        cls = getattr(builtins, kind, RuntimeError)
+        raise (cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError)(text)
+    return unflatten(_outline(outline), {str(k): t for k, t in enumerate(tensors)}, classes)
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from stageflow.split.replay.trace import Event, Trace, Value
 
 
@@ -46,8 +48,8 @@ class Flow:
 
         What is later changed in place by anything else is not among them, nor what is made of such values.
         """
-        expensive: set[Value] = {v for v in self.trace.states.values() if v.tensor.requires_grad}
-        expensive |= {v for name, v in self.trace.states.items() if self.changers[v]}
+        states = self.trace.states.values()
+        expensive = {v for v in states if self.changers[v] or isinstance(v.tensor, nn.Parameter)}
         while True:
             before = len(expensive)
             for event in self.trace.events:

@@ -72,6 +72,7 @@ class Opening:
         self.model = model
         self.calls = calls
         self.paths = {""}
+        self.sealed: set[str] = set()
         self._size = {path: sum(p.numel() for p in m.parameters()) for path, m in model.named_modules()}
         self._modules = dict(model.named_modules())
 
@@ -79,18 +80,36 @@ class Opening:
     def opened(self) -> frozenset[str]:
         return frozenset(self.paths)
 
+    def seal(self, path: str) -> None:
+        """Keep one module in one piece from now on."""
+        self.sealed.add(path)
+        self.paths = {p for p in self.paths if p != path and not p.startswith(f"{path}.")}
+
     def open(self, path: str) -> None:
         """Open one module and all that calls it."""
-        self.paths.add(path)
+        self._add(path)
         for call in self.calls:
             if call.path == path:
-                self.paths.update(c.path for c in call.around() if c.path in self._modules)
+                self._open_around(call)
+
+    def _open_around(self, call: Call) -> None:
+        for outer in call.around():
+            if outer.path in self._modules:
+                self._add(outer.path)
+        self._add(call.path.rpartition(".")[0])
+
+    def _add(self, path: str) -> None:
+        """With the modules that hold it, which need not be those that call it."""
+        while path:
+            if not any(path == s or path.startswith(f"{s}.") for s in self.sealed):
+                self.paths.add(path)
+            path = path.rpartition(".")[0]
 
     def open_around(self, path: str) -> bool:
         """Make ``path`` an atom, or the first of its atoms one; False if nothing of that name is called."""
         found = [call for call in self.calls if call.path == path or call.path.startswith(f"{path}.")]
         for call in found[:1]:
-            self.paths.update(c.path for c in call.around() if c.path in self._modules)
+            self._open_around(call)
         return bool(found)
 
     def atoms(self) -> list[Call]:
@@ -112,14 +131,14 @@ class Opening:
                 break
             blocks = finer
         for block in blocks:
-            self.paths.update(c.path for c in block.around() if c.path in self._modules)
+            self._open_around(block)
         if not blocks:
             while len(self.atoms()) < ENOUGH_ATOMS and self.grow():
                 pass
 
     def grow(self) -> bool:
         """Open the largest atom that has modules within; False if there is none."""
-        inner = [c for c in self.atoms() if any(self._size[w.path] for w in c.within)]
+        inner = [c for c in self.atoms() if c.path not in self.sealed and any(self._size[w.path] for w in c.within)]
         if not inner:
             return False
         self.open(max(inner, key=lambda c: self._size[c.path]).path)

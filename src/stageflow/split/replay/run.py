@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from stageflow.errors import SplitError
+from stageflow.errors import FrameError, SplitError
 from stageflow.split.replay.ghost import METADATA, Ghost, has_ghost
 from stageflow.split.replay.interception import StageExit, Timeline, draws, name_of, open_iteration, tensors_in
-from stageflow.split.replay.log import Fresh, Log, Outcome, conjure, describe
+from stageflow.split.replay.log import OPAQUE, Fresh, Log, Outcome, conjure, describe, raised
 
 if TYPE_CHECKING:
     from stageflow.split.replay.program import ReplayProgram
@@ -84,8 +84,7 @@ class Run(Timeline):
         random = draws(name)
         number = self.count
         if self.live:
-            result = func(*args, **kwargs)
-            self._note(number, name, result, args, kwargs)
+            result = self._present_function(number, name, func, args, kwargs)
         else:
             result = self._past_function(number, name, random, func, args, kwargs)
         self.count = number + 1
@@ -111,6 +110,18 @@ class Run(Timeline):
         self._next_layer()
         if not self.live and self.count == self._past:
             self._go_live()
+        return result
+
+    def _present_function(self, number: int, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = func(*args, **kwargs)
+        except GhostTouched:
+            raise
+        except Exception as problem:  # the model may catch it
+            self._append(name, raised(problem), None)
+            self.count = number + 1
+            raise
+        self._note(number, name, result, args, kwargs)
         return result
 
     # -- the past
@@ -177,24 +188,30 @@ class Run(Timeline):
             self._set_seed()
 
     def _note(self, number: int, name: str, result: Any, args: Any, kwargs: Any) -> None:
-        expected = None
-        if not self._surprised and self.expected is not None:
-            log = self.expected[0]
-            if number < len(log.names) and log.names[number] == name:
-                expected = log.outcomes[number]
-        if type(result) is Tensor and not any(result is a for a in args):
+        expected = self._expect(number, name)
+        if type(result) is Tensor and not kwargs and not any(result is a for a in args):
             looks = (result.shape, result.dtype, result.requires_grad)
             if expected is not None and not expected.outline and expected.slots[0] == looks:
                 outcome = expected
-            elif kwargs:
-                outcome, _ = describe(result, tensors_in((args, kwargs)), None)
             else:
                 outcome = Outcome("", (Fresh(tuple(looks[0]), looks[1], looks[2]),))
             self._born[number] = (weakref.ref(result),)
         else:
-            outcome, tensors = describe(result, tensors_in((args, kwargs)), None)
+            try:
+                outcome, tensors = describe(result, tensors_in((args, kwargs)), None)
+            except FrameError:
+                outcome, tensors = OPAQUE, []
             if tensors:
                 self._born[number] = tuple(map(weakref.ref, tensors))
+        self._append(name, outcome, expected)
+
+    def _expect(self, number: int, name: str) -> Outcome | None:
+        if self._surprised or self.expected is None:
+            return None
+        names, outcomes = self.expected[0]
+        return outcomes[number] if number < len(names) and names[number] == name else None
+
+    def _append(self, name: str, outcome: Outcome, expected: Outcome | None) -> None:
         if outcome is not expected and outcome != expected:
             self._surprised = True
         self.names.append(name)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from stageflow.errors import FrameError, SplitError
+from stageflow.errors import FrameError
 from stageflow.split.replay.ghost import METADATA
 from stageflow.split.replay.interception import (
     Stand,
@@ -23,8 +27,13 @@ from stageflow.split.replay.interception import (
     tensors_in,
     walk_atoms,
 )
-from stageflow.split.replay.log import Outcome, describe
+from stageflow.split.replay.log import OPAQUE, Outcome, describe, raised
 from stageflow.split.state import named_state
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_REENTRANT = CheckpointFunction.forward.__code__
+_BY_AUTOGRAD = frozenset({"grad", "backward"})  # functions that run a backward pass
 
 
 @dataclass(eq=False)
@@ -75,6 +84,7 @@ class Trace(Timeline):
     """Records a timeline while the model computes for real.
 
     escapes: atoms that hand out tensors in other ways than by their result, and so have to be opened; with reasons.
+    sealed: modules that must not be opened, with reasons.
     output: the values in the model's output.
     """
 
@@ -82,6 +92,7 @@ class Trace(Timeline):
         super().__init__()
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
+        self.sealed: dict[str, str] = {}
         self.classes: dict[str, type] = {}
         self.output: list[Value] = []
         self.inputs: list[Value] = []
@@ -92,6 +103,8 @@ class Trace(Timeline):
         self._calls: dict[str, int] = defaultdict(int)
         self._atom: Event | None = None
         self._used: set[Value] = set()
+        self._frames: dict[int, FrameType] = {}
+        self._paths = {id(module): path for path, module in model.named_modules()}
         for name, tensor, _ in named_state(model):
             if id(tensor) not in self._values:
                 self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, tensor.requires_grad))
@@ -134,13 +147,19 @@ class Trace(Timeline):
         return result
 
     def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
-        event.region = _checkpoints()
+        event.region = self._regions()
+        if not event.is_atom and event.name in _BY_AUTOGRAD:
+            self._seal(f"it calls {event.name!r} of autograd, whose graph must not be cut")
         self.events.append(event)
         arguments = tensors_in((args, kwargs))
         event.uses = [self._known(tensor, event) for tensor in arguments]
         watched = {v: v.tensor._version for v in event.uses} if not event.is_atom else self._versions()
         random = torch.default_generator.get_state()
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as problem:
+            event.outcome, event.extracts = raised(problem), True
+            raise
         if event.is_atom:
             event.uses.extend(sorted(self._used - set(event.uses), key=lambda v: (v.born, v.key)))
         event.changes = [v for v, version in watched.items() if v.tensor._version != version]
@@ -162,6 +181,7 @@ class Trace(Timeline):
         try:
             event.outcome, found = describe(result, arguments, self.classes)
         except FrameError as problem:
+            event.outcome = OPAQUE
             if event.is_atom:
                 self.escapes.setdefault(event.name, f"its result {problem}")
             return
@@ -175,7 +195,48 @@ class Trace(Timeline):
             elif not known.key.startswith("s:"):
                 # An atom gives a tensor it was not handed but knows from elsewhere: a second name for one value.
                 self.escapes.setdefault(event.name, "it gives a tensor that it did not get as an argument")
-        event.extracts = tainted and event.outcome.outline not in ("", "null") and not found
+        event.extracts = tainted and not event.is_atom and event.outcome.outline not in ("", "null") and not found
+
+    # -- surroundings
+
+    def _regions(self) -> tuple[int, ...]:
+        """The calls of torch.utils.checkpoint that are running, innermost first."""
+        found = []
+        for frame in _frames(2):
+            if frame.f_code is _CHECKPOINT:
+                found.append(id(frame))
+                self._frames[id(frame)] = frame  # kept, so that its id stays taken
+            elif frame.f_code.co_name == "forward" and frame.f_code is not _REENTRANT and _is_function_forward(frame):
+                self._seal("it calls modules inside an autograd.Function", frame.f_back)
+        return tuple(found)
+
+    def _seal(self, reason: str, frame: FrameType | None = None) -> None:
+        """Keep the module whose code is running in one piece."""
+        for outer in _frames(2) if frame is None else _frames_of(frame):
+            path = self._paths.get(id(outer.f_locals.get("self")))
+            if path is not None:
+                self.sealed.setdefault(path, reason)
+                return
+        self.sealed.setdefault("", reason)
+
+    def finish(self, model: nn.Module, output: Any) -> None:
+        """Note what can be seen only at the end."""
+        for frame in self._frames.values():
+            frame.clear()
+        self._frames.clear()
+        end = Event(len(self.events), "the model's output")
+        self.output = [self._known(tensor, end) for tensor in tensors_in(output)]
+        for name, tensor, _ in named_state(model):
+            state = self.states.get(name)
+            if state is not None and state.tensor is not tensor:
+                self.events[self._maker_of(tensor)].changes.append(state)
+
+    def _maker_of(self, tensor: Tensor) -> int:
+        value = self._values.get(id(tensor))
+        if value is not None:
+            return max(value.born, 0)
+        maker = tensor.__dict__.get("_made_inside")
+        return maker[2] if maker is not None and maker[0] is self else 0
 
     # -- tensors
 
@@ -185,12 +246,10 @@ class Trace(Timeline):
             return value
         maker = tensor.__dict__.get("_made_inside")
         if maker is not None and maker[0] is self:
-            self.escapes.setdefault(maker[1], f"a tensor made inside it reaches {event.name!r} in another way than by its result")
+            reason = f"a tensor made inside it reaches {event.name!r} in another way than by its result"
+            self.escapes.setdefault(maker[1], reason)
         elif tensor.grad_fn is not None:
-            raise SplitError(
-                f"{event.name!r} uses a tensor with a gradient (from {tensor.grad_fn.name()}) that no call of torch "
-                "between the model's modules made: an autograd.Function that returns one of its inputs?"
-            )
+            self._seal(f"{event.name!r} uses a tensor of {tensor.grad_fn.name()} that no call of torch seems to make")
         return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
 
     def _inside_atom(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -228,8 +287,7 @@ def run_trace(
     finally:
         for step in undo:
             step()
-    end = Event(len(trace.events), "the model's output")
-    trace.output = [trace._known(tensor, end) for tensor in tensors_in(output)]
+    trace.finish(model, output)
     return trace
 
 
@@ -248,14 +306,18 @@ def _plain(args: Any, kwargs: Any) -> Any:
     return outline((args, kwargs), 0)
 
 
-def _checkpoints() -> tuple[int, ...]:
-    """The calls of torch.utils.checkpoint that are running, outermost first."""
-    found = []
-    frame = sys._getframe(1)
+def _frames(depth: int) -> Iterator[FrameType]:
+    """The frames around the caller's caller's, ... ``depth`` levels up, innermost first."""
+    return _frames_of(sys._getframe(depth))
+
+
+def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("checkpoint.py") and code.co_name in ("checkpoint", "forward"):
-            if code.co_name == "checkpoint" and "torch" in code.co_filename:
-                found.append(id(frame))
+        yield frame
         frame = frame.f_back
-    return tuple(reversed(found))
+
+
+def _is_function_forward(frame: FrameType) -> bool:
+    """Whether this is the forward of an autograd.Function."""
+    names = frame.f_code.co_varnames
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), FunctionCtx)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stageflow.cli import machine
+from stageflow.errors import StageflowError
 
 LEAST_OPEN_FILES = 1024
 LEAST_SHARED_MEMORY = 256 << 20
@@ -31,12 +32,13 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's flags."""
+    parser.add_argument("--no-links", action="store_true", help="do not start two workers to measure their link")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything, print it, and say what is wrong."""
-    report = examine()
+    report = examine(links=not args.no_links)
     findings = list(judge(report))
     if args.json:
         print(json.dumps(report | {"findings": [finding._asdict() for finding in findings]}))
@@ -45,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(finding.wrong for finding in findings) else 0
 
 
-def examine() -> dict[str, Any]:
-    """All facts, as plain data."""
+def examine(links: bool) -> dict[str, Any]:
+    """All facts, as plain data. links: measure how fast two worker processes exchange messages."""
     torch = machine.torch_facts()
     return {
         "software": machine.software(),
@@ -57,7 +59,17 @@ def examine() -> dict[str, Any]:
         "limits": machine.limits(),
         "launchers": machine.launchers(torch.get("backends", [])),
         "extras": machine.extras(),
+        "links": _links() if links and "error" not in torch else {},
     }
+
+
+def _links() -> dict[str, Any]:
+    from stageflow.cli.links import measure_links
+
+    try:
+        return {"measured": measure_links()}
+    except StageflowError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def judge(report: dict[str, Any]) -> Iterator[Finding]:
@@ -65,6 +77,10 @@ def judge(report: dict[str, Any]) -> Iterator[Finding]:
     yield from _judge_software(report)
     yield from _judge_cores(report["cores"])
     yield from _judge_room(report)
+    if "error" in report["links"]:
+        yield Finding(
+            True, f"worker processes don't work here: {report['links']['error']}", "use launch='threads' or torchrun"
+        )
 
 
 def _judge_software(report: dict[str, Any]) -> Iterator[Finding]:
@@ -106,13 +122,12 @@ def _judge_cores(cores: dict[str, Any]) -> Iterator[Finding]:
 
 def _judge_room(report: dict[str, Any]) -> Iterator[Finding]:
     shared, files = report["shared_memory"], report["limits"]["open_files"]
-    if not shared or not shared["writable"]:
-        yield Finding(True, "there is no /dev/shm to write to", "use launch='threads' or torchrun, or mount one")
-    elif shared["free"] < LEAST_SHARED_MEMORY:
+    if shared["free"] < LEAST_SHARED_MEMORY:
+        # Workers share unnamed memory where the system has it, and torch's own data loaders use /dev/shm.
         yield Finding(
-            True,
+            not shared["memfd"],
             f"/dev/shm has {_size(shared['free'])} free",
-            "give it at least 256 MiB: docker run --shm-size=1g, or remove files that a killed program left there",
+            "data loaders with workers need it: docker run --shm-size=1g, or remove what killed programs left there",
         )
     if report["memory"] and report["memory"]["available"] < LEAST_MEMORY:
         yield Finding(
@@ -130,11 +145,13 @@ def tell(report: dict[str, Any], findings: list[Finding]) -> str:
         "software": _software_lines(report),
         "devices": _device_lines(report),
         "room": _room_lines(report),
+        "link between two worker processes, one way": _link_lines(report),
         "launchers": [(name, how or "not available") for name, how in report["launchers"].items()],
     }
     lines: list[str] = []
     for title, rows in sections.items():
-        lines += [title, *(f"  {name:<15}{words}" for name, words in rows), ""]
+        if rows:
+            lines += [title, *(f"  {name:<15}{words}" for name, words in rows), ""]
     wrong = [finding for finding in findings if finding.wrong]
     notes = [finding for finding in findings if not finding.wrong]
     lines += [f"{len(wrong)} wrong" if wrong else "nothing is wrong"]
@@ -170,13 +187,24 @@ def _room_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("open files", f"{files} (may be raised to {hard})"),
         ("processes", str(limits["processes"] or "unlimited")),
     ]
-    if shared:
-        rows.insert(0, ("/dev/shm", f"{_size(shared['free'])} free of {_size(shared['total'])}"))
+    kind = "without a name, as large as memory" if shared["memfd"] else "in /dev/shm"
+    rows.insert(0, ("shared memory", f"{kind}; /dev/shm: {_size(shared['free'])} free of {_size(shared['total'])}"))
     if memory:
         rows.insert(0, ("memory", f"{_size(memory['available'])} available of {_size(memory['total'])}"))
     return rows
 
 
+def _link_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for link in report["links"].get("measured", []):
+        rate = f", {link['bytes_per_second'] / 1e9:.1f} GB/s" if link["bytes"] >= 1 << 16 else ""
+        rows.append((_size(link["bytes"]), f"{link['seconds'] * 1e3:.3f} ms{rate}"))
+    return rows
+
+
 def _size(size: float) -> str:
-    """Bytes in MiB or GiB: ``1.5 GiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    """Bytes in words: ``64 B``, ``256 KiB``, ``16 MiB``, ``1.5 GiB``."""
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+    power, unit = next((pair for pair in ((2**20, "MiB"), (2**10, "KiB")) if size >= pair[0]), (1, "B"))
+    return f"{size / power:.0f} {unit}"

@@ -63,12 +63,12 @@ def memory() -> dict[str, int]:
 
 
 def shared_memory() -> dict[str, Any]:
-    """Bytes of shared memory: size and free; empty where there is no /dev/shm."""
-    try:
+    """Whether memory can be shared without a name (memfd; limited by main memory only), and bytes of /dev/shm."""
+    facts: dict[str, Any] = {"memfd": hasattr(os, "memfd_create"), "total": 0, "free": 0}
+    if SHARED_MEMORY.is_dir():
         usage = shutil.disk_usage(SHARED_MEMORY)
-    except OSError:
-        return {}
-    return {"total": usage.total, "free": usage.free, "writable": os.access(SHARED_MEMORY, os.W_OK)}
+        facts |= {"total": usage.total, "free": usage.free}
+    return facts
 
 
 def limits() -> dict[str, int | None]:
@@ -111,7 +111,7 @@ def launchers(backends: list[str]) -> dict[str, str | None]:
     torchrun = beside_python if beside_python.exists() else "python -m torch.distributed.run"
     return {
         "threads": "in this process",
-        "processes": "on this machine, over shared memory" if shared_memory() else None,
+        "processes": "on this machine, over shared memory" if sys.platform != "win32" else None,
         "torchrun": f"{torchrun}, over {' and '.join(backends)}" if backends else None,
     }
 

@@ -28,7 +28,7 @@ from stageflow.errors import InputError
 if TYPE_CHECKING:
     from stageflow.cli.demo.job import Call, Job
     from stageflow.cli.demo.single import SingleRun
-    from stageflow.train import Pipeline
+    from stageflow.train.pipeline import Pipeline
 
 DEFAULTS = {
     "gpt": {"steps": 80, "batch_size": 16, "sequence_length": 128, "lr": 6e-4},
@@ -131,7 +131,7 @@ def _train(
     args: argparse.Namespace, job: Job, calls: list[Call], leads: bool, say: Callable[..., None]
 ) -> tuple[Run, dict[str, Any]]:
     """Train in stages; writes the pictures and the weights."""
-    from stageflow.train import Pipeline
+    from stageflow.train.pipeline import Pipeline
 
     seen = Run()
     held_out = [job.call(*b) for b in job.corpus.held_out_batches(HELD_OUT_BATCHES, args.batch_size)]

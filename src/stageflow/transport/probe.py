@@ -105,15 +105,13 @@ def probe_shared_memory(sizes: Sequence[int] = SIZES, rounds: int = 200) -> list
             return measure_link(endpoint, 1, sizes, rounds)
         except TransportError as problem:
             helper.kill()
-            raise TransportError(f"{problem}; the helper said: {_said(helper)}") from problem
+            said = helper.communicate()[1].decode(errors="replace")[-1000:]
+            raise TransportError(f"{problem} The helper process said: {said or 'nothing'}") from problem
         finally:
             endpoint.close()
-            helper.communicate()
-
-
-def _said(helper: subprocess.Popen[bytes]) -> str:
-    _, text = helper.communicate()
-    return text.decode(errors="replace")[-1000:] or "nothing"
+            helper.wait()
+            if helper.stderr is not None:
+                helper.stderr.close()
 
 
 def main() -> None:

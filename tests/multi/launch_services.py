@@ -14,6 +14,7 @@ from stageflow.transport.base import Endpoint
 def still_running(pids, within=2.0):
     """Which of these processes still run after some seconds; one that waits to be reaped does not."""
     deadline = time.monotonic() + within
+    pids = list(pids)
     while left := [pid for pid in pids if _runs(pid)]:
         if time.monotonic() > deadline:
             return left

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from launch_services import Runner, Service, crashed, exited, killed, still_running
+from launch_services import Runner, Service, crashed, exited, killed
 
 from stageflow.errors import LaunchError, StageFailed, WorkerDied, WorkerHung
 from stageflow.launch.processes import start_processes
@@ -75,19 +75,6 @@ def test_a_stopped_process_is_a_hang():
     os.kill(group.status()[1].pid, signal.SIGSTOP)
     with pytest.raises(WorkerHung, match="no worker made progress for 0.5 s"):
         group.call("echo", common=(bytes(3_000_000),), timeout=0.5)
-
-
-def test_the_server_being_killed_ends_the_workers():
-    group = start_processes(Runner, 2)
-    pids = [status.pid for status in group.status()]
-    [server] = set(run(group, os.getppid))
-    running = group.cast("wait", timeout=20)
-    os.kill(server, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="server process, which was killed"):
-        running.results()
-    assert still_running(pids) == []
-    with start_processes(Service, 1) as group:  # by a new server
-        assert group.call("echo", timeout=10) == [(0, (), {})]
 
 
 def facts():

@@ -234,6 +234,35 @@ def test_a_forked_child_of_the_driver_does_not_end_its_workers(tmp_path):
     assert re.fullmatch(r"these workers belong to process \d+, of which this one was forked\n1\n", done.stdout)
 
 
+def test_the_server_being_killed_ends_the_workers_and_a_new_one_can_follow(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        import signal
+        from stageflow.errors import WorkerDied
+        from stageflow.testing.leaks import no_leaks
+        with no_leaks():
+            group, idle = start_processes(Service, 2), start_processes(Service, 1)
+            print(*group.call("pid", timeout=20), *idle.call("pid", timeout=20))
+            try:
+                with group.cast("busy", timeout=20) as running:
+                    os.kill(group._held.lease.server._process.pid, signal.SIGKILL)
+                    running.results()
+            except WorkerDied as error:
+                print(error)
+            with start_processes(Service, 1) as group:
+                print(len(group.call("pid", timeout=20)))
+            idle.close()
+        """,
+    )
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    pids, error, answers = done.stdout.splitlines()
+    assert error.startswith("worker 0 ended, as a child of the workers' server process, which was killed, during busy")
+    assert answers == "1"
+    assert still_running(map(int, pids.split())) == []
+
+
 def test_supervising_does_without_torch():
     done = run("-c", "import sys, stageflow.launch.processes, stageflow.launch.threads; print('torch' in sys.modules)")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

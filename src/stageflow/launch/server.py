@@ -49,7 +49,14 @@ class WorkerServer:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        if self._process.poll() is not None:
+            return False
+        try:  # its socket ends a moment before its process can be waited for
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import these before the next worker is forked; they must not start threads. What fails is left to workers."""
@@ -99,7 +106,7 @@ def import_path() -> list[str]:
 
 
 class _Shared:
-    """The server that all groups of this process use at a time, counted."""
+    """The server that all groups of this process use at a time, as long as anybody holds a lease."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,22 +115,24 @@ class _Shared:
 
     def acquire(self) -> WorkerServer:
         with self._lock:
+            if self._server is not None and self._server.pid != os.getpid():
+                self._leases = 0  # this process is a fork: those leases are its parent's
             if self._server is not None and (self._server.pid != os.getpid() or not self._server.alive):
                 self._server.stop()
                 self._server = None
-                self._leases = 0
             if self._server is None:
                 self._server = WorkerServer()
             self._leases += 1
             return self._server
 
-    def release(self, server: WorkerServer) -> None:
+    def release(self, pid: int) -> None:
+        """Give back a lease that was taken in process ``pid``."""
         with self._lock:
-            if server is not self._server:
+            if pid != os.getpid():
                 return
             self._leases -= 1
-            if self._leases == 0:
-                self._server = None
+            if self._leases == 0 and self._server is not None:
+                server, self._server = self._server, None
                 server.stop()
 
 
@@ -137,7 +146,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.server = _shared.acquire()
-        self.release = weakref.finalize(self, _shared.release, self.server)
+        self.release = weakref.finalize(self, _shared.release, os.getpid())
 
 
 @contextlib.contextmanager

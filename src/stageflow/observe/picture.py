@@ -62,9 +62,15 @@ class Scale(NamedTuple):
         return (time - self.start) / self.length * self.width
 
     def words(self, seconds: float) -> str:
-        """A length of time with its unit, to three digits: ``12.5 ms``."""
+        """A time on this scale with its unit, to three digits: ``12.5 ms``."""
         number = seconds / self.factor
         return f"{number:{'.0f' if abs(number) >= 100 else '.3g'}} {self.unit}".rstrip()
+
+    def length_words(self, seconds: float) -> str:
+        """A length of time in the unit that suits it, whatever that of the scale."""
+        if (self.factor, self.unit) not in UNITS:
+            return self.words(seconds)
+        return Scale.fit(0.0, 2 * seconds, 1.0, None).words(seconds) if seconds else "0"
 
     def ticks(self, about: int = 10) -> list[float]:
         """Round times (1, 2 or 5 times a power of ten), about this many, relative to the start."""
@@ -165,7 +171,7 @@ def _block(event: Event, y: float, height: int, scale: Scale, stages: list[int],
     top, tall = (y, height) if work or event.kind == "update" else (y + height / 2 - 2, 4)
     shade = " later" if work and stages.index(event.stage) % 2 else ""
     words = f"{prefix}{_describe(event)}\n{scale.words(event.start)} to {scale.words(event.end)}, "
-    words += scale.words(event.duration)
+    words += scale.length_words(event.duration)
     number = str(event.microbatch) if work else ""
     font = digit_size(size, len(number))
     hidden = "" if font else ' display="none"'
@@ -199,8 +205,8 @@ def _label(worker: int, stages: list[int], y: float) -> str:
     held = f"{'stage' if len(stages) == 1 else 'stages'} {listed}" if stages else "no stage"
     middle = y + LANE_HEIGHT / 2
     return (
-        f'<text class="name" x="0" y="{middle - 6.5:g}">worker {worker}</text>'
-        f'<text class="held" x="0" y="{middle + 7:g}">{held}</text>'
+        f'<text class="name" x="2" y="{middle - 6.5:g}">worker {worker}</text>'
+        f'<text class="held" x="2" y="{middle + 7:g}">{held}</text>'
     )
 
 

@@ -151,4 +151,4 @@ def _bar(share: float) -> str:
 def _cell(seconds: float, span: float, scale: Scale) -> str:
     if seconds <= 0 or seconds / span < 5e-5:
         return '<td class="nil">0</td>'
-    return f"<td>{scale.words(seconds)} <small>{seconds / span:.1%}</small></td>"
+    return f"<td>{scale.length_words(seconds)} <small>{seconds / span:.1%}</small></td>"

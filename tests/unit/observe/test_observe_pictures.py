@@ -143,6 +143,17 @@ def test_times_are_told_in_a_fitting_unit(seconds: float, unit: str | None, word
     assert Scale.fit(0, seconds, 100, unit).words(seconds / 2) == words
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(1.0, "1 s"), (0.25, "250 ms"), (0.00188, "1.88 ms"), (4e-6, "4 µs"), (0, "0")]
+)
+def test_a_length_is_told_in_its_own_unit(seconds: float, words: str):
+    assert Scale.fit(0, 4.0, 100, None).length_words(seconds) == words
+
+
+def test_a_unit_of_ones_own_is_kept_for_lengths():
+    assert Scale.fit(0, 4.0, 100, "steps").length_words(0.25) == "0.25 steps"
+
+
 def test_ticks_are_round_and_within():
     scale = Scale.fit(0, 0.0123, 100, None)
     assert [round(tick * 1e3, 9) for tick in scale.ticks()] == [0, 2, 4, 6, 8, 10, 12]

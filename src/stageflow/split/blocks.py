@@ -108,6 +108,8 @@ def _copy_model(model: nn.Module, replace: dict[int, Tensor]) -> nn.Module:
     """A copy that shares all parameters and buffers but those replaced (by id)."""
     memo: dict[int, Any] = {id(tensor): tensor for _, tensor, _ in named_state(model)}
     memo.update(replace)
+    for module in model.modules():  # results of an earlier call that lie around in attributes
+        memo.update((id(t), t.detach()) for t in module.__dict__.values() if isinstance(t, Tensor) and not t.is_leaf)
     try:
         return copy.deepcopy(model, memo)
     except Exception as problem:

@@ -141,4 +141,5 @@ METADATA: frozenset[Any] = frozenset(
         "is_coalesced", "_is_view",
     )
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed, torch.is_inference]
+    + [torch._C._set_grad_enabled]
 )  # fmt: skip

@@ -42,6 +42,11 @@ class Outcome(NamedTuple):
     outline: str
     slots: tuple[Fresh | int, ...]
 
+    @property
+    def is_error(self) -> bool:
+        """Whether the event raised an exception."""
+        return self.outline.startswith(_RAISED)
+
 
 NOTHING = Outcome("null", ())
 OPAQUE = Outcome("?", ())  # a result that is neither tensor nor plain, such as the handle of a hook
@@ -141,7 +146,7 @@ def conjure(
         return Unavailable()
     if outline.startswith(_ARRAY):
         return _array_in(outline[1:])
-    if outline.startswith(_RAISED):
+    if outcome.is_error:
         kind, text = json.loads(outline[1:])
         cls = getattr(builtins, kind, RuntimeError)
         raise (cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError)(text)

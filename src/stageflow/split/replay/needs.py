@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from torch import nn
 
@@ -78,31 +80,21 @@ class Flow:
             if self.changers[value]:
                 uses = [e.number for e in self.users[value]]
                 forbid(self.changers[value][0].number, max(uses), "the model changes its input in place")
-        open_since: dict[int, int] = {}
+        begun: dict[int, int] = {}
         for event in self.trace.events:
             for region in event.region:
-                first = open_since.setdefault(region, event.number)
-                forbid(first, event.number, "it lies inside one activation checkpoint")
+                if event.is_atom or event.makes:
+                    first = begun.setdefault(region, event.number)
+                    forbid(first, event.number, "an activation checkpoint spans several modules")
         return found
 
-    def _forbid_shared_memory(self, forbid) -> None:  # type: ignore[no-untyped-def]
-        """A change in place shows in every tensor over the same memory; copies sent to a stage would not show it."""
-        families: dict[int, list[Value]] = defaultdict(list)
+    def _forbid_shared_memory(self, forbid: Callable[[int, int, str], None]) -> None:
+        """A change in place shows in every tensor over the same memory; the copies a stage is sent are apart."""
         for event in self.trace.events:
-            for value in event.makes:
-                storage = value.tensor.untyped_storage() if value.tensor.layout.__str__() == "torch.strided" else None
-                if storage is not None and storage.nbytes():
-                    families[storage._cdata].append(value)
-        for family in families.values():
-            changes = [e.number for v in family for e in self.changers[v]]
-            if len(family) < 2 or not changes:
-                continue
-            for value in family:
-                later = [e.number for e in self.users[value] if e.number > min(changes)]
-                others = [e.number for v in family if v is not value for e in self.changers[v]]
-                hits = [n for n in others if later and n < max(later)]
-                if hits:
-                    forbid(min(v.born for v in family), max(hits), "a tensor is changed through another view of it")
+            for one, other in permutations(event.changes, 2):
+                apart = one in event.uses and other not in event.uses
+                if apart and any(user.number > event.number for user in self.users[other]):
+                    forbid(max(one.born, other.born), event.number, "a tensor is changed through another view of it")
 
     def needs(self, bounds: list[int], stages: int) -> Needs:
         """bounds: the first event of each stage but the first."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from stageflow.errors import SplitError
@@ -50,14 +51,30 @@ class Plan:
 
 @dataclass
 class ReplaySpec(StageSpec):
-    """The whole model, in which all weights that this stage does not use are ghosts."""
+    """The whole model, in which all weights that this stage does not use are ghosts.
+
+    parametrized: paths of modules with parametrizations, whose generated classes can't travel: until `build` they
+        are of the class they were made from.
+    """
 
     index: int
     plan: Plan
     model: nn.Module
     first_names: dict[str, str]
+    parametrized: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for path, module in self.model.named_modules():
+            if parametrize.is_parametrized(module):
+                module.__class__ = type(module).__bases__[0]
+                self.parametrized.append(path)
 
     def build(self, device: torch.device) -> StageProgram:
+        for path in self.parametrized:
+            module = self.model.get_submodule(path)
+            parametrize._inject_new_class(module)
+            for name in module.parametrizations:  # type: ignore[union-attr]
+                parametrize._inject_property(module, name)
         _move(self.model, device)
         return ReplayProgram(self.plan, self.model, self.first_names, device)
 

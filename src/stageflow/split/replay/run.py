@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from stageflow.errors import FrameError, SplitError
-from stageflow.split.replay.ghost import METADATA, Ghost, has_ghost
+from stageflow.split.replay.ghost import METADATA, Ghost, GhostTouched, has_ghost
 from stageflow.split.replay.interception import StageExit, Timeline, draws, name_of, open_iteration, tensors_in
 from stageflow.split.replay.log import OPAQUE, Fresh, Log, Outcome, conjure, describe, raised
 
@@ -56,6 +56,8 @@ class Run(Timeline):
         self._stage_of = program.plan.stage_of
         self._calls: dict[str, int] = defaultdict(int)
         self._born: dict[int, tuple[weakref.ref[Tensor], ...]] = {}
+        self._born_without_grad: list[tuple[int, tuple[weakref.ref[Tensor], ...]]] = []
+        self._grad = torch.is_grad_enabled()
         self._arrived: dict[str, Tensor] = {}
         self._came = {int(key.split(".")[0]) for key in received if key[0].isdigit()}
         self._seed = seed
@@ -87,11 +89,7 @@ class Run(Timeline):
             result = self._present_function(number, name, func, args, kwargs)
         else:
             result = self._past_function(number, name, random, func, args, kwargs)
-        self.count = number + 1
-        if random:
-            self._next_layer()
-        if not self.live and self.count == self._past:
-            self._go_live()
+        self._step(random)
         return result
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,11 +104,16 @@ class Run(Timeline):
             self._note(number, path, result, args, kwargs)
         else:
             result = self._conjure(number, self._recall(number, path), args, kwargs)
-        self.count = number + 1
-        self._next_layer()
+        self._step(seeds=True)
+        return result
+
+    def _step(self, seeds: bool) -> None:
+        """One more event is over."""
+        self.count += 1
+        if seeds:
+            self._next_layer()
         if not self.live and self.count == self._past:
             self._go_live()
-        return result
 
     def _present_function(self, number: int, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -118,8 +121,8 @@ class Run(Timeline):
         except GhostTouched:
             raise
         except Exception as problem:  # the model may catch it
-            self._append(name, raised(problem), None)
-            self.count = number + 1
+            self._append(name, raised(problem), self._expect(number, name))
+            self._step(seeds=False)
             raise
         self._note(number, name, result, args, kwargs)
         return result
@@ -128,6 +131,8 @@ class Run(Timeline):
 
     def _past_function(self, number: int, name: str, random: bool, func: Any, args: Any, kwargs: Any) -> Any:
         outcome = self._recall(number, name)
+        if outcome.is_error:
+            self._step(seeds=False)
         if number in self._came or has_ghost(args) or (kwargs and has_ghost(kwargs)):
             result = self._conjure(number, outcome, args, kwargs)
             self._forget_changed(name, outcome, args, kwargs)
@@ -195,14 +200,17 @@ class Run(Timeline):
                 outcome = expected
             else:
                 outcome = Outcome("", (Fresh(tuple(looks[0]), looks[1], looks[2]),))
-            self._born[number] = (weakref.ref(result),)
+            tensors = [result]
         else:
             try:
                 outcome, tensors = describe(result, tensors_in((args, kwargs)), None)
             except FrameError:
                 outcome, tensors = OPAQUE, []
-            if tensors:
-                self._born[number] = tuple(map(weakref.ref, tensors))
+        if tensors:
+            refs = self._born[number] = tuple(map(weakref.ref, tensors))
+            if self._grad and not torch.is_grad_enabled():
+                self._born_without_grad.append((number, refs))
+                outcome = _like(outcome, expected)
         self._append(name, outcome, expected)
 
     def _expect(self, number: int, name: str) -> Outcome | None:
@@ -216,6 +224,21 @@ class Run(Timeline):
             self._surprised = True
         self.names.append(name)
         self.outcomes.append(outcome)
+
+    def _update_grad(self) -> None:
+        """An autograd.Function runs its forward without grad, and makes what that gave require grad afterwards."""
+        for number, refs in self._born_without_grad:
+            place = number - self._past
+            outcome = self.outcomes[place]
+            slots = tuple(
+                slot._replace(requires_grad=tensor.requires_grad)
+                if isinstance(slot, Fresh) and (tensor := ref()) is not None
+                else slot
+                for slot, ref in zip(outcome.slots, refs, strict=True)
+            )
+            if slots != outcome.slots:
+                self.outcomes[place] = outcome._replace(slots=slots)
+                self._surprised = True
 
     def as_expected(self) -> bool:
         """Whether the log is the one last seen for such inputs."""
@@ -235,6 +258,7 @@ class Run(Timeline):
                 if tensor is not None:
                     self.kept[key] = tensor
         if self._index + 1 < self.program.plan.n_stages:
+            self._update_grad()
             log, self.text = self.program.write_log(self)
             typical = self.program.is_typical(self.text, log)
             if self.program.plan.cautious or not typical:
@@ -276,3 +300,13 @@ class Run(Timeline):
     def where(self) -> str:
         """The part of the model that is running, for messages."""
         return repr(self.names[-1]) + " or after" if self.names else "the beginning of the stage"
+
+
+def _like(outcome: Outcome, expected: Outcome | None) -> Outcome:
+    """The expected outcome, if only what requires grad differs: that is settled later."""
+    if expected is None or expected.outline != outcome.outline or len(expected.slots) != len(outcome.slots):
+        return outcome
+    for slot, other in zip(outcome.slots, expected.slots, strict=True):
+        if slot != other and (isinstance(slot, int) or isinstance(other, int) or slot[:2] != other[:2]):
+            return outcome
+    return expected

@@ -147,7 +147,7 @@ class Trace(Timeline):
         return result
 
     def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
-        event.region = self._regions()
+        event.region = self._regions(event)
         if not event.is_atom and event.name in _BY_AUTOGRAD:
             self._seal(f"it calls {event.name!r} of autograd, whose graph must not be cut")
         self.events.append(event)
@@ -163,6 +163,9 @@ class Trace(Timeline):
         if event.is_atom:
             event.uses.extend(sorted(self._used - set(event.uses), key=lambda v: (v.born, v.key)))
         event.changes = [v for v, version in watched.items() if v.tensor._version != version]
+        if not event.is_atom:  # views share memory and version
+            changed = {_memory(v.tensor) for v in event.changes}
+            event.changes = [v for v in self._values.values() if changed and _memory(v.tensor) in changed]
         chance = draws(event.name) or self._unequal(random, torch.default_generator.get_state())
         tainted = event.is_atom or chance or any(v.tainted for v in event.uses)
         for changed in event.changes:
@@ -199,14 +202,14 @@ class Trace(Timeline):
 
     # -- surroundings
 
-    def _regions(self) -> tuple[int, ...]:
+    def _regions(self, event: Event) -> tuple[int, ...]:
         """The calls of torch.utils.checkpoint that are running, innermost first."""
         found = []
         for frame in _frames(2):
             if frame.f_code is _CHECKPOINT:
                 found.append(id(frame))
                 self._frames[id(frame)] = frame  # kept, so that its id stays taken
-            elif frame.f_code.co_name == "forward" and frame.f_code is not _REENTRANT and _is_function_forward(frame):
+            elif event.is_atom and frame.f_code is not _REENTRANT and _is_function_forward(frame):
                 self._seal("it calls modules inside an autograd.Function", frame.f_back)
         return tuple(found)
 
@@ -320,4 +323,11 @@ def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_function_forward(frame: FrameType) -> bool:
     """Whether this is the forward of an autograd.Function."""
     names = frame.f_code.co_varnames
-    return bool(names) and isinstance(frame.f_locals.get(names[0]), FunctionCtx)
+    return frame.f_code.co_name == "forward" and bool(names) and isinstance(frame.f_locals.get(names[0]), FunctionCtx)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Equal for tensors over the same memory."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata

@@ -116,7 +116,7 @@ def _build(case: str) -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 def _one_device(case: str, sizes: tuple[int, ...] = SIZES) -> tuple[list[float], Numbers, Numbers]:
     model, x, y, loss = _build(case)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -151,7 +151,7 @@ def _check(case: str, launch: str, schedule: Any, stages: int, workers: int | No
         microbatches=MICROBATCHES,
         schedule=schedule,
         loss=loss,
-        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        optimizer=partial(torch.optim.SGD, lr=0.2),
         launch=launch,
         timeout=60.0,
         **options,
@@ -277,7 +277,8 @@ def test_evaluation_and_prediction_between_steps(case: str) -> None:
         assert got.shape == expected.shape
         if case == "tied":
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-        assert pipe.evaluate(x[:3], target=y[:3]).isfinite()
+        with pytest.warns(UserWarning, match="3 micro-batches, not 4"):
+            assert pipe.evaluate(x[:3], target=y[:3]).isfinite()
         assert pipe.train_step(x, target=y).item() == pytest.approx(first.item(), rel=1e-3)
 
 

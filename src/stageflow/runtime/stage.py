@@ -42,6 +42,7 @@ class Kept:
     outputs: per successor, what was sent and requires grad.
     loss: on the output stage.
     again: with recomputation, runs the forward once more and gives the above.
+    finish: to be called when autograd is through.
     pending: weight gradients between I and W.
     """
 
@@ -49,6 +50,7 @@ class Kept:
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     loss: Tensor | None = None
     again: Callable[[], Kept] | None = None
+    finish: Callable[[], None] | None = None
     pending: Pending = field(default_factory=list)
 
 
@@ -101,6 +103,7 @@ class Stage:
         self._kept: dict[int, Kept] = {}
         self._trains = any(p.requires_grad for p in program.parameters.values())
         self._prepared = False
+        self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
 
     def prepare_split_backward(self) -> None:
         """Make the layers able to put weight gradients off; before the first schedule that has I and W."""
@@ -170,20 +173,20 @@ class Stage:
         """F with recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost): keeps inputs only."""
         # the stage may change what it is given in place, so the first run gets copies
         copies = {p: Bundle({n: t.clone() for n, t in b.tensors.items()}, b.meta) for p, b in job.received.items()}
-        versions = {name: buffer._version for name, buffer in self.program.buffers.items()}
+        before = self._changing_buffers()
         with torch.no_grad():
             ran = self._run(Job(job.microbatch, job.inputs, copies, job.key), want_loss=True)
-        changed = [b for name, b in self.program.buffers.items() if b._version != versions.get(name)]
+        self._learn_changing(before)
         if not self._trains and not any(bundle.meta[1] for bundle in job.received.values()):
             return ran
 
         def again() -> Kept:
-            before = [buffer.clone() for buffer in changed]
+            # as they were then; the micro-batches since have moved them on, and none may count twice
+            now = self._changing_buffers()
+            self._set_buffers(before)
             with torch.enable_grad():
                 kept = self._run(job, want_loss=True).kept
-            with torch.no_grad():  # statistics count each micro-batch once
-                for buffer, value in zip(changed, before, strict=True):
-                    buffer.copy_(value)
+            kept.finish = lambda: self._set_buffers(now)
             return kept
 
         # without a graph it can't be told which outputs have a gradient: any that can have one may
@@ -192,6 +195,22 @@ class Stage:
             for consumer, b in ran.bundles.items()
         }
         return Ran(bundles, ran.output, ran.loss, Kept(again=again))
+
+    def _changing_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that a forward changes; of all, while that is not known."""
+        names = self.program.buffers if self._changing is None else self._changing
+        return {name: self.program.buffers[name].clone() for name in names}
+
+    def _learn_changing(self, before: Mapping[str, Tensor]) -> None:
+        """Find out, after the first forward, which buffers it changed: batch norm does not count their version up."""
+        if self._changing is None:
+            now = self.program.buffers
+            self._changing = [name for name, value in before.items() if not torch.equal(value, now[name])]
+
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self._changing or ():
+                self.program.buffers[name].copy_(values[name])
 
     def _call(self, job: Job, received: Mapping[int, Bundle]) -> StageResult:
         """The program's forward under the random keys of this micro-batch."""
@@ -259,6 +278,8 @@ class Stage:
         if roots:
             tensors, grads = zip(*roots.values(), strict=True)
             torch.autograd.backward(tensors, grads)
+        if kept.finish is not None:
+            kept.finish()
         bundles = {}
         for producer in self._predecessors:
             leaves = kept.leaves.get(producer, {})

@@ -207,6 +207,12 @@ def test_a_send_without_its_receive() -> None:
         check_rendezvous(rendezvous("0F0 0F0>1", "1F0"))
 
 
+def test_a_receive_that_looks_to_the_wrong_worker() -> None:
+    programs = [[Send("F", 0, 1, 0, peer=1)], [Recv("F", 0, 1, 0, peer=2)], []]
+    with pytest.raises(ScheduleError, match=r"worker 1 at position 0 \(1<0F0\) waits for worker 2"):
+        check_rendezvous(programs)
+
+
 def test_receives_in_another_order_than_the_sends() -> None:
     with pytest.raises(ScheduleError, match="would deadlock"):
         check_rendezvous(rendezvous("0F0>1 0F1>1", "1<0F1 1<0F0"))

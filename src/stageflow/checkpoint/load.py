@@ -104,7 +104,7 @@ class Checkpoint:
     def weights(
         self, names: Iterable[str] | None = None, aliases: Mapping[str, str] = _NO_ALIASES
     ) -> dict[str, Tensor]:
-        """Weights on the CPU, by the names asked for; only these are read.
+        """Weights on the CPU, by the names asked for; only these are read, as their memory is first used.
 
         names: None for all, tied ones under each of their names. aliases: see `find`.
         Raises CheckpointError for a name that is not there, and when a new save has taken this one's place.
@@ -135,19 +135,9 @@ class Checkpoint:
         rests: list[Mapping[str, Any]] = []
         stored = {self.find(name, aliases) or name: name for name in names}
         for file, outline in optimizer.items():
-            path = self.path / file
-            wanted = {}
-            for key in self._keys(path):
-                owner = key.rpartition("/")[0]
-                if not owner or owner in stored:
-                    wanted[key] = path
-            read = self._read(wanted)
-            rest = self._rest(path, outline, {key[1:]: tensor for key, tensor in read.items() if key.startswith("/")})
-            rests += rest.values()
-            for key, tensor in read.items():
-                owner, _, last = key.rpartition("/")
-                if owner:
-                    tensors[f"{stored[owner]}/{last}"] = tensor
+            own, inner = self._read_optimizer(self.path / file, stored)
+            tensors.update(own)
+            rests += self._rest(file, outline, inner).values()
         plain = combine(rests, stored)
         missing = sorted(set(stored.values()) - plain["options"].keys())
         if missing:
@@ -157,20 +147,26 @@ class Checkpoint:
             )
         return tensors, plain
 
-    def _rest(self, path: Path, outline: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    def _read_optimizer(self, path: Path, names: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(state of the parameters in ``names``, under the names asked for; tensors of the plain part) of one shard."""
+        with _opened(path) as file:
+            keys = [key.rpartition("/") for key in file.keys()]  # noqa: SIM118, it is no dict
+        wanted = [(owner, key) for owner, _, key in keys if not owner or owner in names]
+        read = self._read({f"{owner}/{key}": path for owner, key in wanted})
+        # an optimizer keeps what it is given: memory of its own, not the file's
+        own = {f"{names[owner]}/{key}": read[f"{owner}/{key}"].clone() for owner, key in wanted if owner}
+        return own, {key: read[f"/{key}"].clone() for owner, key in wanted if not owner}
+
+    def _rest(self, file: str, outline: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
         try:
             return unflatten(outline, tensors)
         except FrameError as error:
-            raise CheckpointError(f"the optimizer state of {path.name} can't be read: {error}") from error
+            raise CheckpointError(f"the optimizer state of {self.path / file} can't be read: {error}") from error
 
     def _require_manifest(self) -> Manifest:
         if self.manifest is None:
             raise CheckpointError(f"{self.path} holds weights only: stageflow did not save it, there is no {MANIFEST}")
         return self.manifest
-
-    def _keys(self, path: Path) -> list[str]:
-        with _opened(path) as file:
-            return list(file.keys())
 
     def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

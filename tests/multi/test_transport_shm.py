@@ -1,6 +1,5 @@
 """Shared memory between real processes. This file is also the program those run: ``python FILE ROLE HANDLES FDS``."""
 
-import gc
 import json
 import os
 import random
@@ -47,18 +46,6 @@ def finished(process, timeout=90):
         process.kill()
     assert process.returncode == 0, err
     return out
-
-
-def state():
-    gc.collect()
-    return sorted(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), threading.active_count()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    before = state()
-    yield
-    assert state() == before
 
 
 def conform(endpoint, switch):

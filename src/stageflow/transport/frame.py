@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
@@ -37,6 +38,7 @@ MAGIC = b"sflw"
 VERSION = 1
 ALIGNMENT = 64
 MAX_DIMENSIONS = 64
+_ORDINARY = (Tensor, torch.nn.Parameter)
 _GLANCE = 512  # bytes read at once: most headers are shorter
 
 _PREFIX = struct.Struct("<4sHHIIQq8siiqI4x")
@@ -129,7 +131,8 @@ class Encoder:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the bytes at data_ptr are the tensor's values in order."""
     return (
-        tensor.is_cpu
+        type(tensor) in _ORDINARY
+        and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()
@@ -138,10 +141,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _made_plain(tensor: Tensor) -> Tensor:
-    return _dense(tensor).detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return _dense(tensor).detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(tensor):
+        raise FrameError(f"a {type(tensor).__name__} can't travel: send the ordinary tensors it is made of")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise FrameError(f"a {kind} tensor of shape {tuple(tensor.shape)} can't travel: only dense ones with data can")
@@ -156,7 +161,12 @@ def portable_copy(tag: Tag, bundle: Bundle) -> Bundle:
     _kind_bytes(tag.kind)
     _layout(tuple((name, t.dtype, t.shape) for name, t in bundle.tensors.items()))
     tensors = {
-        name: _dense(t).detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        name: _dense(t)
+        .detach()
+        .as_subclass(Tensor)
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
         for name, t in bundle.tensors.items()
     }
     return Bundle(tensors, decode_meta(encode_meta(bundle.meta)))

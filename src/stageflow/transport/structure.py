@@ -8,7 +8,9 @@ dict with exactly one key, the kind:
 
 Classes are named, never shipped: ``unflatten`` looks a name up in the table it is given or in modules that are
 already imported, takes it only if it is a dataclass, named tuple, enum or the like, and fills its fields without
-calling its code. A hostile outline can therefore build odd values but run nothing.
+calling its code. A hostile outline can therefore build odd values but run nothing. Objects of any other class (the
+key-value caches of transformers, for one) travel only between parties that share a table of classes: one that lists
+a class vouches for it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def flatten(value: Any, classes: dict[str, type] | None = None, where: str = "va
     """Take a nested value apart.
 
     classes: if given, every class met is added to it under its name, ready to be handed to `unflatten` where a
-        class can't be found by importing (one defined inside a function, or in a notebook).
+        class can't be found by importing (one defined inside a function, or in a notebook). Only with it do plain
+        objects have a form: ones of ordinary Python classes, without slots, that are no modules.
     where: what to call the value in an error.
     Returns (tensors, meta). The tensors are the value's own, not copies, named "0", "1", ... in order of appearance;
     a tensor that appears twice is listed once. Raises FrameError for a value without a plain form, naming its place.
@@ -90,6 +93,16 @@ def _is_return_type(cls: type) -> bool:
     return issubclass(cls, tuple) and cls.__module__ == "torch.return_types"
 
 
+class _Blank:
+    """An object that is nothing but its ``__dict__``."""
+
+
+def _is_plain_object(cls: type) -> bool:
+    """Whether an instance is nothing but its ``__dict__``: no slots, nothing built in, nothing that runs at its end."""
+    same_make = (cls.__basicsize__, cls.__dictoffset__) == (_Blank.__basicsize__, _Blank.__dictoffset__)
+    return same_make and not issubclass(cls, torch.nn.Module) and not hasattr(cls, "__del__")
+
+
 class _Flattener:
     def __init__(self, classes: dict[str, type] | None) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -124,6 +137,11 @@ class _Flattener:
             return {"returned": [self._name(cls), self._list(value)]}
         if isinstance(value, np.generic):
             return {"numpy_scalar": self._array(np.asarray(value))}
+        if self._classes is not None:
+            if isinstance(value, type):
+                return {"class": self._name(value)}
+            if _is_plain_object(cls):
+                return {"object": [self._name(cls), self._fields(vars(value))]}
         raise _NoPlainFormError(
             f"is a {cls.__module__}.{cls.__qualname__}, which can't travel between stages: only tensors, numbers, "
             "strings, lists, tuples, dicts, sets, dataclasses, named tuples, enums and numpy arrays can"
@@ -296,6 +314,21 @@ class _Unflattener:
         cls = self.find(name, lambda c: issubclass(c, enum.Enum), "an enum")
         return cls.__members__[member]  # type: ignore[attr-defined]
 
+    def listed(self, name: str) -> type:
+        """A class that the table vouches for."""
+        if name not in self._classes:
+            raise FrameError(f"class {name!r} is not in the table of classes that may be used here")
+        return self._classes[name]
+
+    def object(self, body: list[Any]) -> Any:
+        name, fields = body
+        cls = self.listed(name)
+        if not _is_plain_object(cls):
+            raise FrameError(f"{name!r} is not a plain class")
+        value = object.__new__(cls)
+        vars(value).update(self.fields(fields))
+        return value
+
     def dtype(self, body: str) -> torch.dtype:
         return _expect(torch.dtype, getattr(torch, _expect(str, body)))
 
@@ -330,4 +363,6 @@ _DECODERS: dict[str, Callable[[_Unflattener, Any], Any]] = {
     "namedtuple": _Unflattener.namedtuple,
     "returned": _Unflattener.returned,
     "enum": _Unflattener.enum,
+    "object": _Unflattener.object,
+    "class": _Unflattener.listed,
 }

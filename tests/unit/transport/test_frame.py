@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
@@ -41,7 +42,13 @@ def test_every_dtype_comes_back_bit_for_bit(dtype):
     assert torch.equal(back.tensors["x"].view(torch.uint8), x.view(torch.uint8))
 
 
+class Named(torch.Tensor):
+    """An ordinary subclass."""
+
+
 ODD = {
+    "subclass": torch.ones(2).as_subclass(Named),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
     "scalar": torch.tensor(2.5),
     "empty": torch.empty(0),
     "empty with shape": torch.empty(3, 0, 2, dtype=torch.int64),
@@ -64,6 +71,7 @@ def test_odd_tensors_come_back_contiguous(name):
     assert x.shape == ODD[name].shape
     assert x.is_contiguous()
     assert not x.requires_grad
+    assert type(x) is torch.Tensor
 
 
 def test_all_at_once_with_names_tag_and_meta():
@@ -123,11 +131,12 @@ def test_pieces_put_together_are_the_frame():
     [
         (Bundle({"s": torch.eye(2).to_sparse()}), r"sparse.* shape \(2, 2\) can't travel"),
         (Bundle({"m": torch.ones(2, device="meta")}), "a meta tensor"),
+        (Bundle({"t": TwoTensor(torch.ones(2), torch.ones(2))}), "a TwoTensor can't travel"),
         (Bundle({}, (1, 2)), r"holds a tuple .*use transport.structure.flatten"),
         (Bundle({}, {1: 2}), "str keys"),
         (Bundle({}, [object()]), "holds a object"),
     ],
-    ids=["sparse", "meta", "tuple", "int key", "object"],
+    ids=["sparse", "meta", "wrapper", "tuple", "int key", "object"],
 )
 @pytest.mark.parametrize("make", [lambda b: Encoder().encode(TAG, b), lambda b: frame.portable_copy(TAG, b)])
 def test_what_has_no_frame_is_refused(bundle, message, make):

@@ -2,6 +2,7 @@ import dataclasses
 import enum
 import json
 import math
+import threading
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -160,6 +161,56 @@ def test_local_class_through_the_table():
         unflatten(meta, tensors)
 
 
+class Cache:
+    """Holds state like a key-value cache does."""
+
+    def __init__(self, layers):
+        self.layers = layers
+        self.kind = Loud
+        self.size = len(layers)
+
+
+def test_plain_objects_travel_only_with_a_table():
+    value, classes = [Cache([torch.ones(2)])], {}
+    tensors, meta = flatten(value, classes)
+    back = unflatten(json.loads(json.dumps(meta)), tensors, classes)[0]
+    assert type(back) is Cache
+    assert back.layers[0] is value[0].layers[0]
+    assert (back.kind, back.size) == (Loud, 1)
+    with pytest.raises(FrameError, match="not in the table"):
+        unflatten(meta, tensors)
+    with pytest.raises(FrameError, match=r"value\[0\] is a .*Cache, which can't travel"):
+        flatten(value)
+
+
+def test_transformers_cache():
+    utils = pytest.importorskip("transformers.cache_utils")
+    cache, classes = utils.DynamicCache(), {}
+    cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    tensors, meta = flatten({"cache": cache}, classes)
+    assert len(tensors) == 2
+    back = unflatten(meta, tensors, classes)["cache"]
+    assert back.get_seq_length() == 3
+    assert torch.equal(back.layers[0].keys, torch.ones(1, 2, 3, 4))
+
+
+class Slotted:
+    __slots__ = ("a",)
+
+
+class Dying:
+    def __del__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "value", [torch.nn.Linear(1, 1), Slotted(), Dying(), lambda: 0, ValueError(), iter([]), threading.Lock()], ids=repr
+)
+def test_objects_that_are_more_than_their_attributes_do_not_travel(value):
+    with pytest.raises(FrameError, match="can't travel"):
+        flatten(value, {})
+
+
 def test_no_code_of_a_class_runs():
     value = object.__new__(Explosive)
     value.a = 4
@@ -199,6 +250,7 @@ def test_a_value_that_contains_itself():
         {"namedtuple": ["builtins:tuple", [1]]}, {"enum": [f"{__name__}:Colour", "BLUE"]}, {"enum": ["os:system", "x"]},
         {"output": [f"{__name__}:Hidden", {}, []]}, {"output": [f"{__name__}:Output", {}, ["x"]]},
         {"returned": ["builtins:print", []]}, {"dataclass": [5, {}]}, {"numpy": "0"}, {1, 2}, {"float": 1},
+        {"object": [f"{__name__}:Loud", {}]}, {"class": "os:system"},
     ],
     ids=str,
 )  # fmt: skip

@@ -25,6 +25,7 @@ from stageflow.transport.shm.pump import Pump
 # Seconds to look for news before sleeping: long if the last wait was so short that sleeping would have cost more than
 # it saved, short otherwise. Other threads and processes get the core in between.
 _SHORT_SPIN, _LONG_SPIN = 40e-6, 300e-6
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _SLICE = 0.05  # seconds of sleep between looks at the interrupt and at who is still alive
 
 
@@ -185,7 +186,7 @@ class ShmEndpoint(Endpoint):
         while not ready():
             now = time.monotonic()
             if now < spin_until:
-                os.sched_yield()
+                _give_way()
             elif now >= deadline:
                 raise too_late()
             else:

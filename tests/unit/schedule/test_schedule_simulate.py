@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageflow.errors import InputError
@@ -71,6 +71,28 @@ def test_closed_forms_with_hops(p: int) -> None:
     assert spans["1f1b"] == (m + p - 1) * total + c * (2 * (p - 1) * m // p + 2 * (p - 2))
     assert spans["zb_h1"] == m * total + (p - 1) * (f + i - w + 4 * c)
     assert spans["zb_h2"] == m * total + (p - 1) * (f + i - 2 * w + 2 * c)
+
+
+@settings(max_examples=60)
+@given(
+    p=st.integers(1, 6),
+    extra=st.integers(0, 8),
+    w=st.integers(6, 20),
+    over=st.integers(0, 8),
+    i=st.integers(6, 24),
+    c=st.integers(0, 3),
+)
+def test_closed_forms_of_zero_bubble_where_they_hold(p: int, extra: int, w: int, over: int, i: int, c: int) -> None:
+    f, m = w + over, 2 * p + extra
+    costs = Costs(f, i, w, hop=c)
+    h1 = build_schedule("zb_h1", stages=p, microbatches=m).simulate(costs)
+    h2 = build_schedule("zb_h2", stages=p, microbatches=m).simulate(costs)
+    work = m * (f + i + w)
+    assert h1.span == work + (p - 1) * (f + i - w + 4 * c)
+    if f + i + 2 * c >= 2 * w:
+        assert h2.span == work + (p - 1) * (f + i - 2 * w + 2 * c)
+    if i + c <= 2 * w:
+        assert h2.makespan == work + (p - 1) * (f + c)
 
 
 def test_times_by_hand() -> None:

@@ -28,11 +28,11 @@ def zb_h1(
         2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     memory: the most activations of a stage that a worker may keep; default p for each of its stages. More shortens
-        the bubble until 2p-1, where it is that of `zb_h2`; with times where W fits in, each step is the best there is
-        for its memory. Less than p works too, down to 1.
+        the bubble until 2p-1, where it is that of `zb_h2`. Less than p works too, down to 1.
 
-    For p workers with one stage each and m >= p micro-batches: idle time (p-1)(F+I-W); with hops of c,
-    span = m(F+I+W) + (p-1)(F+I-W+4c); peak p. Neighbouring stages on one worker act as one bigger stage.
+    For p workers with one stage each, m >= p micro-batches, W <= F and hops of c: span = m(F+I+W) +
+    (p-1)(F+I-W+4c), so idle time (p-1)(F+I-W) without hops; peak p. Neighbouring stages on one worker act as one
+    bigger stage.
     For any other placement `greedy` finds an order for the given costs with the memory of 1F1B's fullest worker.
     """
     workers = max(placement) + 1
@@ -64,10 +64,10 @@ def zb_h2(graph: StageGraph, placement: tuple[int, ...], microbatches: int, cost
         1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
         2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-    For p workers with one stage each, m >= 2p micro-batches and hops of c: span = m(F+I+W) + (p-1)(F+I-2W+2c), none
-    of it idle when F = I = W and c = 0; peak 2p-1. From the first start to the last end a step takes
-    m(F+I+W) + (p-1)(F+c) as long as F+I+2c <= 2W: no schedule with one stage per worker takes less, since the last
-    worker can't start earlier. Other placements as in `zb_h1`.
+    For p workers with one stage each, m >= 2p micro-batches, W <= F and hops of c with F+I+2c >= 2W:
+    span = m(F+I+W) + (p-1)(F+I-2W+2c), none of it idle when F = I = W and c = 0; peak 2p-1. From the first start to
+    the last end a step takes m(F+I+W) + (p-1)(F+c) as long as W <= F and I+c <= 2W: no schedule with one stage per
+    worker takes less, since the last worker can't start earlier. Other placements as in `zb_h1`.
     """
     workers = max(placement) + 1
     if is_contiguous(placement):

@@ -57,11 +57,9 @@ class Sampled(nn.Module):
 
 
 ENTRIES = [
-    Entry("dropout_in_blocks", "chance", lambda: (
-        Sorter([Dropped() for _ in range(6)]), labelled_rows()), is_loss, random=True),
-    Entry("drops_layers", "chance", lambda: (DropsLayers(attends(6)), text_only()), is_loss,
+    Entry("dropout_in_blocks", "chance", lambda: (Sorter([Dropped() for _ in range(6)]), labelled_rows()), is_loss,
           random=True),
-    Entry("noisy_glue", "chance", lambda: (NoisyGlue(mixes(6)), labelled_rows()), is_loss,
-          random=True),
+    Entry("drops_layers", "chance", lambda: (DropsLayers(attends(6)), text_only()), is_loss, random=True),
+    Entry("noisy_glue", "chance", lambda: (NoisyGlue(mixes(6)), labelled_rows()), is_loss, random=True),
     Entry("sampled_latent", "chance", lambda: (Sampled(), {"rows": rows()}), random=True),
 ]

@@ -73,8 +73,8 @@ def encoder(
 
 
 DISTIL = {"vocab_size": VOCAB, "pad_token_id": 0, "dim": WIDTH, "hidden_dim": 48, "n_layers": DEPTH, "n_heads": HEADS,
-              "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0,
-              "qa_dropout": 0.0}
+          "max_position_embeddings": 40, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0,
+          "qa_dropout": 0.0}
 
 ENTRIES = [
     encoder("bert", "BertConfig", "BertForMaskedLM", **BERT),
@@ -91,8 +91,8 @@ ENTRIES = [
     encoder("albert", "AlbertConfig", "AlbertForMaskedLM", **BERT, embedding_size=16),
     encoder("albert_groups", "AlbertConfig", "AlbertForSequenceClassification", text_class, **BERT, embedding_size=16,
             num_hidden_groups=2, inner_group_num=1, classifier_dropout_prob=0.0),
-    encoder("deberta", "DebertaConfig", "DebertaForTokenClassification", token_classes, **BERT, relative_attention=True,
-            pos_att_type=["c2p", "p2c"], max_relative_positions=16),
+    encoder("deberta", "DebertaConfig", "DebertaForTokenClassification", token_classes, **BERT,
+            relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
     encoder("deberta_v2", "DebertaV2Config", "DebertaV2ForSequenceClassification", text_class, **BERT,
             relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, norm_rel_ebd="layer_norm",
             share_att_key=True, conv_kernel_size=3, pooler_dropout=0.0),
@@ -109,19 +109,19 @@ ENTRIES = [
     encoder("longformer", "LongformerConfig", "LongformerForSequenceClassification", text_class, **BERT,
             attention_window=[4] * DEPTH),
     encoder("roformer", "RoFormerConfig", "RoFormerForMaskedLM", **BERT, embedding_size=WIDTH),
-    encoder("rembert", "RemBertConfig", "RemBertForTokenClassification", token_classes, **BERT, input_embedding_size=16,
-            output_embedding_size=24, classifier_dropout_prob=0.0),
+    encoder("rembert", "RemBertConfig", "RemBertForTokenClassification", token_classes, **BERT,
+            input_embedding_size=16, output_embedding_size=24, classifier_dropout_prob=0.0),
     encoder("mobilebert", "MobileBertConfig", "MobileBertForSequenceClassification", text_class, **BERT,
             embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=2),
     encoder("megatron_bert", "MegatronBertConfig", "MegatronBertForMaskedLM", **BERT),
-    encoder("convbert", "ConvBertConfig", "ConvBertForTokenClassification", token_classes, **BERT, embedding_size=WIDTH,
-            head_ratio=2, conv_kernel_size=3),
+    encoder("convbert", "ConvBertConfig", "ConvBertForTokenClassification", token_classes, **BERT,
+            embedding_size=WIDTH, head_ratio=2, conv_kernel_size=3),
     encoder("ibert", "IBertConfig", "IBertForTokenClassification", token_classes, **BERT, quant_mode=False),
     encoder("esm", "EsmConfig", "EsmForMaskedLM", **BERT, mask_token_id=MASK_TOKEN, token_dropout=True,
             position_embedding_type="rotary"),
-    encoder("funnel", "FunnelConfig", "FunnelForTokenClassification", token_classes, vocab_size=VOCAB,
-            block_sizes=[2, 2], num_decoder_layers=1, d_model=WIDTH, n_head=HEADS, d_head=8, d_inner=48,
-            hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0),
+    encoder("funnel", "FunnelConfig", "FunnelForTokenClassification", token_classes, vocab_size=VOCAB, block_sizes=[2,
+            2], num_decoder_layers=1, d_model=WIDTH, n_head=HEADS, d_head=8, d_inner=48, hidden_dropout=0.0,
+            attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0),
     encoder("layoutlm", "LayoutLMConfig", "LayoutLMForTokenClassification", token_classes, **BERT),
     encoder("bigbird", "BigBirdConfig", "BigBirdForMaskedLM", **BERT, attention_type="original_full"),
 ]

@@ -14,10 +14,10 @@ from zoo.entry import BATCH, CLASSES, DEPTH, HEADS, LENGTH, VOCAB, WIDTH, Entry,
 
 NO_DROP = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TEXT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": DEPTH,
-            "num_attention_heads": HEADS, "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 1,
-            "eos_token_id": 2}
+        "num_attention_heads": HEADS, "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2}
 SIGHT = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS,
-             "image_size": 24, "patch_size": 8}
+         "image_size": 24, "patch_size": 8}
 PATCHES = 9
 IMAGE_TOKEN = 3
 

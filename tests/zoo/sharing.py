@@ -89,7 +89,7 @@ class NamedExperts(nn.Module):
 
 
 class Bare(nn.Module):
-    """No child modules: raw parameters in lists and dicts, used in plain arithmetic."""
+    """No child modules: raw parameters, used in plain arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()

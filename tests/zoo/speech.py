@@ -89,14 +89,14 @@ def wav2vec2_bert() -> Made:
 
 ENTRIES = [
     waves("wav2vec2", "Wav2Vec2Config", "Wav2Vec2ForCTC", transcript=True, **WAVE),
-    waves("wav2vec2_layerdrop", "Wav2Vec2Config", "Wav2Vec2ForCTC", transcript=True, entry={"random": True},
-          **{**WAVE, "layerdrop": 0.4, "hidden_dropout": 0.1}),
+    waves("wav2vec2_layerdrop", "Wav2Vec2Config", "Wav2Vec2ForCTC", transcript=True, entry={"random": True}, **{**WAVE,
+          "layerdrop": 0.4, "hidden_dropout": 0.1}),
     waves("hubert", "HubertConfig", "HubertForSequenceClassification", transcript=False, **WAVE),
     waves("wavlm", "WavLMConfig", "WavLMForSequenceClassification", transcript=False, **WAVE, num_buckets=8,
           max_bucket_distance=16),
     waves("unispeech_sat", "UniSpeechSatConfig", "UniSpeechSatForCTC", transcript=True, **WAVE),
-    waves("data2vec_audio", "Data2VecAudioConfig", "Data2VecAudioForCTC", transcript=True,
-          **{**WAVE, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5}),
+    waves("data2vec_audio", "Data2VecAudioConfig", "Data2VecAudioForCTC", transcript=True, **{**WAVE,
+          "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5}),
     waves("sew", "SEWConfig", "SEWForSequenceClassification", transcript=False, **SEW),
     waves("wav2vec2_conformer", "Wav2Vec2ConformerConfig", "Wav2Vec2ConformerForCTC", transcript=True, **WAVE,
           position_embeddings_type="rotary", conv_depthwise_kernel_size=3, conformer_conv_dropout=0.0),

@@ -89,8 +89,7 @@ def timesfm() -> Made:
 
 
 ENTRIES = [
-    forecaster("informer", "InformerConfig", "InformerForPrediction", input_size=1, attention_type="full",
-               distil=True),
+    forecaster("informer", "InformerConfig", "InformerForPrediction", input_size=1, attention_type="full", distil=True),
     forecaster("autoformer", "AutoformerConfig", "AutoformerForPrediction", input_size=1, label_length=4,
                moving_average=3, autocorrelation_factor=1),
     forecaster("time_series_transformer", "TimeSeriesTransformerConfig", "TimeSeriesTransformerForPrediction",

@@ -262,7 +262,7 @@ ENTRIES = [
     Entry("early_exits", "wiring", lambda: (EarlyExits(), labelled_rows())),
     Entry("torch_transformer", "wiring", torch_transformer, is_loss),
     Entry("torch_encoder", "wiring", lambda: (TorchEncoder(), {"series": torch.randn(BATCH, 7, 6),
-                                                               "labels": classes()}), is_loss),
+          "labels": classes()}), is_loss),
     Entry("messages_on_graph", "wiring", lambda: (Messages(), graph_inputs()), is_loss),
     Entry("mask_in_glue", "wiring", lambda: (MaskInGlue(attends(4, causal=False)), text_only()), is_loss),
     Entry("thin_tower", "wiring", lambda: (Tower(), labelled_rows()), is_loss, lr=0.004),

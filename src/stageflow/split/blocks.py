@@ -10,18 +10,20 @@ from torch import Tensor, nn
 
 from stageflow.errors import SplitError
 from stageflow.graph import StageGraph
+from stageflow.split.follow import with_values
 from stageflow.split.measure import ROUNDS, smooth, timed, undisturbed
 from stageflow.split.replay.ghost import Ghost
 from stageflow.split.replay.interception import tensors_in
 from stageflow.split.replay.needs import Flow, Needs
 from stageflow.split.replay.opening import Opening, record_calls
-from stageflow.split.replay.program import Plan, ReplaySpec
+from stageflow.split.replay.program import Plan, ReplaySpec, haunt, switch_cache_off
 from stageflow.split.replay.trace import Event, Trace, run_trace
 from stageflow.split.request import Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
 from stageflow.split.state import assign_owners, named_state, take_census
 
 ATTEMPTS = 30
+CPU = torch.device("cpu")
 
 
 def cut(request: Request) -> Split:
@@ -32,31 +34,35 @@ def cut(request: Request) -> Split:
     if request.example is None:
         raise SplitError("following the model's forward takes example inputs: pass example=")
     census = take_census(request.model)
-    notes: list[str] = []
+    hollow = request.deferred is not None
     work = _copy_model(request.model, {})
-    if _without_cache(work, request.example):
-        notes.append("key-value cache off")
-    with undisturbed(work), torch.enable_grad():
-        trace = _trace(work, request)
+    cached = "use_cache" not in request.example[1] and switch_cache_off(work)
+    if hollow:
+        buffers = {census.first_name(name) for name, _, kind in named_state(work) if kind == "buffer"}
+        haunt(work, buffers, census.aliases, CPU)
+    with undisturbed(work):
+        with torch.set_grad_enabled(not hollow):
+            trace = _trace(work, request)
         flow = Flow(trace)
         atoms = [event for event in trace.events if event.is_atom]
-        costs, unit = _costs(work, atoms, request)
+        costs, unit = _costs(request.model if hollow else work, atoms, request)
     bounds = _choose(request, flow, atoms, costs)
     needs = flow.needs([atoms[b].number for b in bounds[1:-1]], request.stages)
-    return _assemble(request, census, trace, flow, needs, atoms, costs, unit, notes)
+    return _assemble(request, census, trace, flow, needs, atoms, costs, unit, cached)
 
 
 def _trace(work: nn.Module, request: Request) -> Trace:
     """Record the model on the example, taken apart until nothing escapes and there are cuts enough."""
     assert request.example is not None
-    opening = Opening(work, record_calls(work, request.example))
+    hollow = request.deferred is not None
+    opening = Opening(work, record_calls(work, request.example, hollow))
     opening.start()
     for path in request.boundaries or ():
         if not opening.open_around(path):
             raise SplitError(f"boundary {path!r} is no module that the model calls on the example")
     trace = None
     for _ in range(ATTEMPTS):
-        trace = run_trace(work, request.example, opening.opened)
+        trace = run_trace(work, request.example, opening.opened, hollow)
         if "" in trace.sealed:
             raise SplitError(f"the model can't be taken apart: {trace.sealed['']}")
         for path in trace.sealed:
@@ -94,6 +100,8 @@ def _costs(work: nn.Module, atoms: list[Event], request: Request) -> tuple[list[
     for _ in range(ROUNDS):
         for number, event in enumerate(atoms):
             module = work.get_submodule(event.name)
+            if request.deferred is not None:
+                module = with_values(module)
             seconds, _ = timed(lambda e, m=module: m(*e[0], **e[1]), event.example, module.parameters(), number > 0)
             samples[number].append(seconds)
     return smooth(samples, kinds), "s"
@@ -116,22 +124,6 @@ def _copy_model(model: nn.Module, replace: dict[int, Tensor]) -> nn.Module:
         raise SplitError(f"the model can't be copied: {problem}") from problem
 
 
-def _without_cache(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Switch the key-value cache of transformers models off; whether there was one.
-
-    Training has no use for it, and it would tie all layers together by one object.
-    """
-    if "use_cache" in example[1]:
-        return False
-    found = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            found = True
-    return found
-
-
 def _assemble(
     request: Request,
     census: Any,
@@ -141,7 +133,7 @@ def _assemble(
     atoms: list[Event],
     costs: list[float],
     unit: str,
-    notes: list[str],
+    cached: bool,
 ) -> Split:
     model, stages = request.model, request.stages
     holders = _holders(model, census, trace, needs, atoms)
@@ -162,18 +154,21 @@ def _assemble(
             common=frozenset(v.key for v in flow.cheap),
             classes=trace.classes,
         )
-        ghosts = {
-            id(tensor): Ghost.of(f"s:{census.first_name(name)}", tensor, tensor.device)
-            for name, tensor, _ in named_state(model)
-            if census.first_name(name) not in holders[stage]
-        }
-        part = _copy_model(model, ghosts)
-        _without_cache(part, request.example or ((), {}))
-        specs.append(ReplaySpec(stage, plan, part, dict(census.aliases)))
+        part = request.deferred
+        if part is None:
+            ghosts = {
+                id(tensor): Ghost.of(f"s:{census.first_name(name)}", tensor, tensor.device)
+                for name, tensor, _ in named_state(model)
+                if census.first_name(name) not in holders[stage]
+            }
+            part = _copy_model(model, ghosts)
+        specs.append(ReplaySpec(stage, plan, part, frozenset(holders[stage]), dict(census.aliases), cached))
     return Split(
         graph=StageGraph(stages, frozenset(edges)),
         way="blocks",
-        reason=", ".join([f"{type(model).__name__} in {len(atoms)} pieces, balanced by {unit}", *notes]),
+        reason=f"{type(model).__name__} in {len(atoms)} pieces, balanced by "
+        + ("measured time" if unit == "s" else unit)
+        + (", key-value cache switched off" if cached else ""),
         specs=specs,
         owners=owners,
         mirrors=mirrors,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
+from stageflow.split.replay.ghost import Ghost
+
 
 class StageExit(BaseException):
     """Ends a replay where the next stage's part begins. No Exception, lest the model's own code catch it."""
@@ -43,6 +45,21 @@ class Timeline(TorchFunctionMode):
             if on_top:
                 _push_mode(self)
             self.inside = False
+
+
+def lend(value: Any) -> Any:
+    """Arguments of a torch function, with ghosts and tensors on the meta device filled with any numbers.
+
+    So a model without weights can be run, one function at a time, without ever being whole in memory.
+    """
+    if isinstance(value, Tensor):
+        if not isinstance(value, Ghost) and not value.is_meta:
+            return value
+        real = torch.empty(value.shape, dtype=value.dtype)
+        return real.normal_(std=0.02) if real.is_floating_point() else real.zero_()
+    if type(value) in (list, tuple):
+        return type(value)(lend(item) for item in value)
+    return {key: lend(item) for key, item in value.items()} if type(value) is dict else value
 
 
 class Stand:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from stageflow.split.replay.interception import Stand, Timeline, intercept
+from stageflow.split.replay.ghost import METADATA
+from stageflow.split.replay.interception import Stand, Timeline, intercept, lend
 
 ENOUGH_BLOCKS = 8
 ENOUGH_ATOMS = 8
@@ -35,6 +37,13 @@ class Call:
 
 
 class _Recorder(Timeline):
+    """Also lends values to a model that has none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            return func(*args, **(kwargs or {}))
+        return func(*lend(args), **lend(kwargs or {}))
+
     def __init__(self) -> None:
         super().__init__()
         self.current: Call = Call("<outside>", None)
@@ -51,14 +60,20 @@ class _Recorder(Timeline):
             self.current = call.parent or call
 
 
-def record_calls(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Call]:
-    """Run ``model`` once and list the calls of modules, in the order in which they begin."""
+def record_calls(
+    model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], hollow: bool = False
+) -> list[Call]:
+    """Run ``model`` once and list the calls of modules, in the order in which they begin.
+
+    hollow: the model has no weights.
+    """
     recorder, stand = _Recorder(), Stand()
     undo = [intercept(module, path, stand) for path, module in model.named_modules()]
     stand.current = recorder
     try:
         args, kwargs = arguments
-        model(*args, **kwargs)
+        with recorder if hollow else nullcontext():
+            model(*args, **kwargs)
     finally:
         for step in undo:
             step()

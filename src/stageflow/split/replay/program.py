@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from stageflow.errors import SplitError
 from stageflow.graph import Bundle, StageProgram, StageResult
+from stageflow.split.deferred import DeferredModel
 from stageflow.split.replay.ghost import Ghost, GhostTouched
 from stageflow.split.replay.interception import Stand, StageExit, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
@@ -34,7 +36,6 @@ class Plan:
     sends: consumer -> keys of the values it needs, as seen in the trace.
     cautious: the model decides by data after this stage, so that the trace can't tell what later stages need.
     common: keys of values that every stage makes by itself.
-    random: names of torch functions seen to draw random numbers.
     """
 
     index: int
@@ -53,30 +54,72 @@ class Plan:
 class ReplaySpec(StageSpec):
     """The whole model, in which all weights that this stage does not use are ghosts.
 
+    model: or the recipe for it.
+    held: the parameters and buffers that are real here, by the names they are owned under.
+    first_names: further names of tied tensors -> the name they are owned under.
+    without_cache: the model's key-value cache is switched off.
     parametrized: paths of modules with parametrizations, whose generated classes can't travel: until `build` they
         are of the class they were made from.
     """
 
     index: int
     plan: Plan
-    model: nn.Module
+    model: nn.Module | DeferredModel
+    held: frozenset[str]
     first_names: dict[str, str]
+    without_cache: bool = False
     parametrized: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for path, module in self.model.named_modules():
-            if parametrize.is_parametrized(module):
-                module.__class__ = type(module).__bases__[0]
-                self.parametrized.append(path)
+        if isinstance(self.model, nn.Module):
+            for path, module in self.model.named_modules():
+                if parametrize.is_parametrized(module):
+                    module.__class__ = type(module).__bases__[0]
+                    self.parametrized.append(path)
 
     def build(self, device: torch.device) -> StageProgram:
+        model = self.model
+        if isinstance(model, DeferredModel):
+            model = model.materialise(self.held)
+            haunt(model, self.held, self.first_names, device)
         for path in self.parametrized:
-            module = self.model.get_submodule(path)
+            module = model.get_submodule(path)
             parametrize._inject_new_class(module)
             for name in module.parametrizations:  # type: ignore[union-attr]
                 parametrize._inject_property(module, name)
-        _move(self.model, device)
-        return ReplayProgram(self.plan, self.model, self.first_names, device)
+        if self.without_cache:
+            switch_cache_off(model)
+        _move(model, device)
+        return ReplayProgram(self.plan, model, self.first_names, device)
+
+
+def haunt(model: nn.Module, held: AbstractSet[str], first_names: Mapping[str, str], device: torch.device) -> None:
+    """Put ghosts in the place of all parameters and buffers that are not held."""
+    ghosts: dict[int, Ghost] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for last, tensor in table.items():
+                name = f"{path}.{last}" if path else last
+                name = first_names.get(name, name)
+                if tensor is None or name in held or isinstance(tensor, Ghost):
+                    continue
+                if id(tensor) not in ghosts:
+                    ghosts[id(tensor)] = Ghost.of(f"s:{name}", tensor, device)
+                table[last] = ghosts[id(tensor)]  # type: ignore[assignment]
+
+
+def switch_cache_off(model: nn.Module) -> bool:
+    """Switch the key-value cache of transformers models off; whether there was one.
+
+    Training has no use for it, and it would tie all layers together by one object.
+    """
+    found = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            found = True
+    return found
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -16,12 +16,13 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from stageflow.errors import FrameError
-from stageflow.split.replay.ghost import METADATA
+from stageflow.split.replay.ghost import METADATA, Ghost
 from stageflow.split.replay.interception import (
     Stand,
     Timeline,
     draws,
     intercept,
+    lend,
     name_of,
     open_iteration,
     tensors_in,
@@ -88,8 +89,11 @@ class Trace(Timeline):
     output: the values in the model's output.
     """
 
-    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], hollow: bool = False
+    ) -> None:
         super().__init__()
+        self._hollow = hollow
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
         self.sealed: dict[str, str] = {}
@@ -107,7 +111,7 @@ class Trace(Timeline):
         self._paths = {id(module): path for path, module in model.named_modules()}
         for name, tensor, _ in named_state(model):
             if id(tensor) not in self._values:
-                self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, tensor.requires_grad))
+                self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, isinstance(tensor, nn.Parameter)))
         for position, tensor in enumerate(tensors_in(arguments)):
             if id(tensor) not in self._values:
                 self.inputs.append(self._enter(Value(f"i{position}", -1, tensor, True)))
@@ -156,7 +160,7 @@ class Trace(Timeline):
         watched = {v: v.tensor._version for v in event.uses} if not event.is_atom else self._versions()
         random = torch.default_generator.get_state()
         try:
-            result = func(*args, **kwargs)
+            result = self._call(event, func, args, kwargs)
         except Exception as problem:
             event.outcome, event.extracts = raised(problem), True
             raise
@@ -172,6 +176,11 @@ class Trace(Timeline):
             changed.tainted |= tainted
         self._note_result(event, result, arguments, tainted)
         return result
+
+    def _call(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._hollow and not event.is_atom:
+            args, kwargs = lend(args), lend(kwargs)
+        return func(*args, **kwargs)
 
     def _unequal(self, a: Tensor, b: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -266,7 +275,7 @@ class Trace(Timeline):
                 if maker is not None and maker[0] is self and maker[1:] != (self._atom.name, self._atom.number):
                     reason = f"a tensor made inside it is used inside {self._atom.name!r}"
                     self.escapes.setdefault(maker[1], reason)
-        result = func(*args, **kwargs)
+        result = func(*lend(args), **lend(kwargs)) if self._hollow else func(*args, **kwargs)
         for tensor in tensors_in(result):
             if id(tensor) not in self._values:
                 tensor.__dict__.setdefault("_made_inside", (self, self._atom.name, self._atom.number))
@@ -274,14 +283,20 @@ class Trace(Timeline):
 
 
 def run_trace(
-    model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], opened: frozenset[str]
+    model: nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    opened: frozenset[str],
+    hollow: bool = False,
 ) -> Trace:
-    """Run ``model`` once, with everything in ``opened`` taken apart, and record it."""
+    """Run ``model`` once, with everything in ``opened`` taken apart, and record it.
+
+    hollow: the model's parameters are ghosts.
+    """
     args, kwargs = arguments
     stand = Stand()
     atoms = dict(walk_atoms(model, opened))
     undo = [intercept(module, path, stand) for path, module in atoms.items()]
-    trace = Trace(model, arguments)
+    trace = Trace(model, arguments, hollow)
     trace.opened, trace.atom_paths = opened, list(atoms)
     stand.current = trace
     try:
@@ -328,6 +343,6 @@ def _is_function_forward(frame: FrameType) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     """Equal for tensors over the same memory."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if isinstance(tensor, Ghost) or tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor)
     return tensor.untyped_storage()._cdata

@@ -124,7 +124,7 @@ class Checkpoint:
         """Optimizer state of these parameters, as `StageOptimizer.load` takes it: (tensors, plain rest).
 
         The rest has by parameter name "state", "options" (of its group) and "schedulers" (as if its group were the
-        only one, see `runtime.schedulers`), and in "scheduler" the first of these. Only these tensors are read.
+        only one, see `runtime.schedulers`). Only these tensors are read.
 
         Raises CheckpointError where a parameter was not optimized when this was saved.
         """

@@ -30,5 +30,4 @@ def combine(rests: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> dic
         "state": state,
         "options": options,
         "schedulers": schedulers,
-        "scheduler": next(iter(schedulers.values()), None),
     }

@@ -166,8 +166,8 @@ def cut_batch(
             continue
         if explicit and (tensor.dim() <= dim or tensor.shape[dim] != size):
             raise InputError(
-                f"argument {names[leaf]!r} has shape {tuple(tensor.shape)}, but batch_dims says that its dimension {dim} "
-                f"is the batch, of size {size}"
+                f"argument {names[leaf]!r} has shape {tuple(tensor.shape)}, but batch_dims says that its dimension "
+                f"{dim} is the batch, of size {size}"
             )
         if explicit or (tensor.dim() > 0 and tensor.shape[0] == size):
             cut[leaf] = dim

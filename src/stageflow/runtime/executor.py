@@ -5,6 +5,7 @@ There is no other loop: gpipe, 1F1B and the zero-bubble schedules differ only in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,14 +31,14 @@ class Board(Protocol):
 class Step:
     """One run through a schedule.
 
-    number: of the step, in every message and random key.
+    number: of the step, in every message. key: (seed, step) of every random draw.
     train: with backward; else forward only.
     weights: of each micro-batch's loss in the batch's.
     splits: (stage, micro-batch) whose backward is an I and a W.
     """
 
     number: int
-    seed: int
+    key: tuple[int, int]
     train: bool
     batch: Batch
     weights: Sequence[float]
@@ -122,9 +123,8 @@ class Executor:
         }
         inputs = step.batch.microbatch(microbatch)
         start = self._recorder.clock()
-        key = (step.seed, step.number)
         split = (stage, microbatch) in step.splits
-        ran = self._stages[stage].forward(microbatch, inputs, received, key, train=step.train, split=split)
+        ran = self._stages[stage].forward(microbatch, inputs, received, step.key, train=step.train, split=split)
         for consumer, bundle in ran.bundles.items():
             self._hand_over(Tag(step.number, "F", stage, consumer, microbatch), bundle)
         if ran.loss is not None:
@@ -188,7 +188,5 @@ class Executor:
 
 def _locate(error: BaseException, action: Action) -> None:
     """Say on the exception where it was raised; the launcher reads it."""
-    try:
+    with contextlib.suppress(AttributeError):  # an exception class with __slots__
         error.stage, error.action, error.microbatch = action.stage, str(action), action.microbatch  # type: ignore[attr-defined]
-    except AttributeError:  # an exception class with __slots__
-        pass

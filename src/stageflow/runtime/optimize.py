@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from stageflow.errors import InputError
 from stageflow.graph import Bundle
+from stageflow.runtime.schedulers import join
 from stageflow.transport.base import Endpoint, Tag
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -90,7 +91,7 @@ class StageOptimizer:
     def load(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         """Take over the state of these parameters, wherever they were optimized before.
 
-        plain: ``{"state": ..., "options": name -> options of its group, "scheduler": ...}``.
+        plain: by parameter name "state", "options" (of its group) and "schedulers" (see `runtime.schedulers`).
         """
         raw = self.optimizer.state_dict()
         state: dict[int, dict[str, Any]] = {}
@@ -105,8 +106,10 @@ class StageOptimizer:
             saved = plain["options"].get(self.names[group["params"][0]], {})
             groups.append({**group, **{k: v for k, v in saved.items() if k in group and k != "params"}})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        if self.scheduler is not None and plain.get("scheduler") is not None:
-            self.scheduler.load_state_dict(dict(plain["scheduler"]))
+        if self.scheduler is not None:
+            saved = [plain["schedulers"].get(self.names[group["params"][0]]) for group in raw["param_groups"]]
+            if all(saved):
+                self.scheduler.load_state_dict(join(saved))
 
 
 def _plain_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
     return float(torch.stack([norm.double().square() for norm in norms]).sum())
 
 
@@ -130,7 +133,7 @@ def clip(parameters: Iterable[nn.Parameter], total_norm: float, max_norm: float)
     if factor < 1.0 or math.isnan(factor):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def agree(endpoint: Endpoint | None, workers: int, step: int, value: float, timeout: float) -> float:

@@ -18,7 +18,7 @@ from stageflow.transport.base import Endpoint, Tag
 
 @dataclass(frozen=True)
 class _SharedWeight:
-    """One weight as this worker sees it. copies: here, the owner's first. owner: its worker. workers: all with a copy."""
+    """One weight, seen from a worker. copies: here, the owner's first. owner: its worker. workers: all with a copy."""
 
     name: str
     copies: list[nn.Parameter]

@@ -57,6 +57,7 @@ class WorkerPlan:
 class StepCommand:
     """One step, the same on every worker but for the actions.
 
+    number: of the call, in its messages. key: of the training step, for random draws.
     mode: "train", "evaluate" (loss), "predict" (output).
     actions: this worker's order; None: the one it was given before under `schedule`.
     splits: (stage, micro-batch) whose backward is an I and a W.
@@ -65,6 +66,7 @@ class StepCommand:
     """
 
     number: int
+    key: int
     mode: Literal["train", "evaluate", "predict"]
     weights: tuple[float, ...]
     schedule: str
@@ -148,6 +150,31 @@ class Worker:
                 optimizers[index] = StageOptimizer(trained, self._plan.optimizer)
         return optimizers
 
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._rank
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers the pipeline has."""
+        return self._plan.n_workers
+
+    @property
+    def optimizes(self) -> bool:
+        """Whether the pipeline has optimizers (this worker may still have nothing to train)."""
+        return self._plan.optimizer.optimizer is not None
+
+    @property
+    def optimizers(self) -> list[StageOptimizer]:
+        """Of the stages here that have something to train."""
+        return list(self._optimizers.values())
+
+    @property
+    def held(self) -> set[str]:
+        """Names of all parameters and buffers here, owned or not."""
+        return {name for program in self._programs.values() for name in (*program.parameters, *program.buffers)}
+
     # --------------------------------------------------------------------------------------------------- steps
 
     def step(self, command: StepCommand, batch: Batch | None = None) -> StepReport:
@@ -185,7 +212,7 @@ class Worker:
 
     def _train(self, command: StepCommand, batch: Batch) -> StepReport:
         plan = self._plan
-        step = Step(command.number, plan.seed, True, batch, command.weights, command.splits)
+        step = Step(command.number, (plan.seed, command.key), True, batch, command.weights, command.splits)
         outcome = self._executor.run(self._orders[command.schedule], step, None)
         report = StepReport(peak_in_flight=outcome.peak_in_flight)
         if outcome.losses:
@@ -207,8 +234,8 @@ class Worker:
         square = agree(self._endpoint, plan.n_workers, number, square, plan.timeout)
         self._board.set("update")
         if limit is not None:
-            report.grad_norm = square**0.5
-            clip(self._trained, report.grad_norm, limit)
+            norm = report.grad_norm = square**0.5
+            clip(self._trained, norm, limit)
         for optimizer in self._optimizers.values():
             optimizer.step()
             report.learning_rates += optimizer.learning_rates
@@ -232,7 +259,7 @@ class Worker:
                 tag = Tag(command.number, "out", self._plan.graph.output_stage, -1, microbatch)
                 self._endpoint.send(self._plan.n_workers, tag, Bundle(*flat))
 
-        step = Step(command.number, self._plan.seed, False, batch, command.weights, frozenset())
+        step = Step(command.number, (self._plan.seed, command.key), False, batch, command.weights, frozenset())
         with self._evaluating():
             self._executor.run(self._orders[command.schedule], step, on_output)
         if losses:
@@ -301,16 +328,6 @@ class Worker:
                         if value.shape != target.shape:
                             raise InputError(f"{name!r} has shape {tuple(target.shape)}, given {tuple(value.shape)}")
                         target.copy_(value)
-
-    def load_optimizer(
-        self, number: int, plain: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Take over optimizer state by parameter name; tensors None: they come with tag kind "load"."""
-        if tensors is None:
-            assert self._endpoint is not None
-            tensors = self._endpoint.recv(Tag(number, "load", -1, self._rank, 0), self._plan.timeout).tensors
-        for optimizer in self._optimizers.values():
-            optimizer.load(tensors, plain)
 
     def events(self) -> list[Event]:
         """What happened here in the last step."""

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def check_model(model: Any) -> Model:
             f"model is a {type(model).__name__ if not isinstance(model, type) else 'class'}; expected an nn.Module, a "
             "list of modules, or a function without arguments that builds one (for a class: lambda: Model(...))"
         )
-    return model
+    return cast(Model, model)
 
 
 def count_stages(stages: int | Literal["auto"], schedule: str | Schedule, device: str | Sequence[str]) -> int:
@@ -54,7 +54,8 @@ def count_microbatches(microbatches: int | None, stages: int, schedule: str | Sc
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.microbatches):
             raise InputError(
-                f"the schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, microbatches={microbatches}"
+                f"the schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, "
+                f"microbatches={microbatches}"
             )
         return schedule.microbatches
     if microbatches is None:
@@ -69,8 +70,8 @@ def check_functions(**functions: Any) -> None:
     for name, value in functions.items():
         if isinstance(value, torch.optim.Optimizer):
             raise InputError(
-                f"{name}= is a {type(value).__name__} that holds parameters already; give a function that makes one for a "
-                "stage's parameters, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+                f"{name}= is a {type(value).__name__} that holds parameters already; give a function that makes one "
+                "for a stage's parameters, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
             )
         if value is not None and not callable(value):
             raise InputError(f"{name}= must be a function, got {type(value).__name__}: {value!r}")

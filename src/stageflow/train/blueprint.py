@@ -132,7 +132,8 @@ class Blueprint:
             return self.placement[split.graph.output_stage] == worker
         for stage, holder in enumerate(self.placement):
             used = split.inputs_used[stage]
-            if holder == worker:
-                if used is None or (int(slot) in used.args if slot.isdigit() else slot[1:] in used.kwargs):
-                    return True
+            if holder == worker and (
+                used is None or (int(slot) in used.args if slot.isdigit() else slot[1:] in used.kwargs)
+            ):
+                return True
         return False

@@ -9,11 +9,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stageflow.checkpoint import Progress, Saving, ShardEntry, open_checkpoint, write_config, write_shard
 from stageflow.graph import Bundle
 from stageflow.launch.base import WorkerContext, WorkerGroup
 from stageflow.observe.events import Event
@@ -57,12 +59,16 @@ class Crew(ABC):
         """What all workers own, on the CPU: (tensors by name, each worker's plain rest)."""
 
     @abstractmethod
-    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]], plain: Any = None) -> None:
-        """Give each worker its tensors: weights, or optimizer state where `plain` is given."""
+    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]]) -> None:
+        """Give each worker the values of its parameters and buffers."""
 
     @abstractmethod
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker that moves no tensors; the results in rank order."""
+
+    @abstractmethod
+    def save(self, directory: Path, skip: frozenset[str], progress: Progress, model: Any, dtype: Any) -> None:
+        """Write a checkpoint; skip: names that are not saved. model, dtype: see `write_config`."""
 
     @property
     @abstractmethod
@@ -124,16 +130,19 @@ class DriverCrew(Crew):
             rests = running.results()
         return tensors, rests
 
-    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]], plain: Any = None) -> None:
+    def load(self, number: int, tensors: Sequence[Mapping[str, Tensor]]) -> None:
         for rank, own in enumerate(tensors):
             self._group.endpoint.send(rank, Tag(number, "load", -1, rank, 0), Bundle(dict(own)))
-        if plain is None:
-            self._group.call("load_weights", timeout=self._timeout, common=(number,))
-        else:
-            self._group.call("load_optimizer", timeout=self._timeout, common=(number, plain))
+        self._group.call("load_weights", timeout=self._timeout, common=(number,))
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         return self._group.call(method, timeout=self._timeout, common=arguments)
+
+    def save(self, directory: Path, skip: frozenset[str], progress: Progress, model: Any, dtype: Any) -> None:
+        with Saving(directory, sum(self.ask("bytes_to_save"))) as saving:
+            entries = [entry for own in self.ask("write_checkpoint", str(saving.path), skip) for entry in own]
+            write_config(model, saving.path, dtype)
+            saving.finish(entries, progress)
 
     @property
     def usable(self) -> bool:
@@ -143,18 +152,53 @@ class DriverCrew(Crew):
         self._group.close()
 
 
+class TrainingWorker(Worker):
+    """A worker that also reads and writes its own part of a checkpoint."""
+
+    def bytes_to_save(self) -> int:
+        """An estimate of what `write_checkpoint` writes, in bytes."""
+        held = self.memory()
+        return held["parameters"] + held["optimizer"]
+
+    def write_checkpoint(self, directory: str, skip: frozenset[str]) -> list[ShardEntry]:
+        """Write what this worker owns into `Saving.path`; skip: names that are not saved."""
+        weights, _ = self.state("weights")
+        kept = {name: tensor for name, tensor in weights.items() if name not in skip}
+        entries = [write_shard(directory, "model", self.rank, self.n_workers, kept)]
+        if self.optimizes:
+            entries.append(write_shard(directory, "optimizer", self.rank, self.n_workers, *self.state("optimizer")))
+        return entries
+
+    def read_checkpoint(
+        self,
+        number: int,
+        directory: str,
+        identity: str,
+        names: frozenset[str],
+        aliases: Mapping[str, str],
+        resume: bool,
+    ) -> None:
+        """Load what the stages here hold; names: of all that was saved. resume: the optimizers' state too."""
+        checkpoint = open_checkpoint(directory, verify=False, identity=identity)
+        self.load_weights(number, checkpoint.weights(self.held & names, aliases))
+        if resume:
+            for optimizer in self.optimizers:
+                tensors, plain = checkpoint.optimizer(optimizer.names, aliases)
+                optimizer.load(tensors, plain)
+
+
 class DrivenWorker:
-    """The service that a driver's worker runs: first `build`, then whatever `Worker` offers."""
+    """The service that a driver's worker runs: first `build`, then whatever `TrainingWorker` offers."""
 
     def __init__(self, context: WorkerContext, exclusive: threading.Lock | None = None) -> None:
         self._context = context
         self._exclusive = exclusive
-        self._worker: Worker | None = None
+        self._worker: TrainingWorker | None = None
 
     def build(self, plan: WorkerPlan) -> None:
         """Make the stages; once."""
         context = self._context
-        self._worker = Worker(
+        self._worker = TrainingWorker(
             replace(plan, device=context.device),
             context.rank,
             context.endpoint(),

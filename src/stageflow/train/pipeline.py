@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from stageflow.checkpoint import Progress, open_checkpoint
 from stageflow.errors import InputError, PipelineClosed
 from stageflow.runtime.batch import Batch, cut_batch, merge_outputs
 from stageflow.runtime.loss import LossFunction
@@ -62,11 +64,14 @@ class Pipeline:
     check_finite: stop at the first NaN or infinity and name its stage and micro-batch.
     launch: "processes" (of this machine), "threads" (in this process), "torchrun" (every rank runs this script);
         None: "torchrun" under torchrun, else "processes".
-    device: "cpu", "cuda" (worker r gets device r), or one name for each worker. dtype: of parameters; None: as they are.
+    device: "cpu", "cuda" (worker r gets device r), or one name for each worker.
+    dtype: of parameters and buffers; None: as they are.
     autocast: dtype for `torch.autocast`, None for none.
     seed: of all random draws, which depend on (seed, step, micro-batch, layer) and nothing else.
     threads: intra-op threads per worker process.
     timeout: seconds without any progress after which the workers count as hung.
+
+    steps: train_steps so far.
 
     Raises InputError for arguments that can't be, before any work.
     """
@@ -128,6 +133,7 @@ class Pipeline:
         }
         self._known_to_workers: set[str] = set()
         self._number = 0
+        self.steps = 0
         self._fresh = True
         self._last: StepView | None = None
 
@@ -148,6 +154,7 @@ class Pipeline:
         command, batch = self._prepare("train", args, kwargs, target, update)
         loss = self._run(command, batch).loss
         self._fresh = update
+        self.steps += 1
         return torch.tensor(loss)
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -196,6 +203,7 @@ class Pipeline:
         self._number += 1
         command = StepCommand(
             number=self._number,
+            key=self.steps,
             mode=mode,
             weights=weights,
             schedule=f"{'train' if mode == 'train' else 'forward'}-{len(sizes)}",
@@ -291,6 +299,37 @@ class Pipeline:
         parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
         self._require_crew("load_state_dict()").load(self._next_number(), parts)
 
+    def save(self, directory: str | Path) -> None:
+        """Save weights, optimizers, learning-rate schedulers and the step, whole or not at all.
+
+        The directory holds safetensors under the model's own names; `load` takes it into any number of stages, and
+        `stageflow.load_weights` or transformers' ``from_pretrained`` into the plain model. An older save there is
+        replaced in one step. Raises CheckpointError.
+        """
+        split = self._require_split("save()")
+        crew = self._require_crew("save()")
+        skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
+        progress = Progress(self.steps, self._plan_options["seed"], split.aliases)
+        crew.save(Path(directory), skip, progress, self._model, self._plan_options["dtype"])
+
+    def load(self, directory: str | Path) -> None:
+        """Take over what `save` wrote, by however many stages; of other safetensors directories the weights.
+
+        Everything is checked before anything is changed. Raises CheckpointError.
+        """
+        split = self._require_split("load()")
+        checkpoint = open_checkpoint(directory)
+        persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
+        checkpoint.check_fits(persistent, split.aliases)
+        resumes = checkpoint.has_optimizer and self._plan_options["optimizer"].optimizer is not None
+        names = frozenset(persistent)
+        self._require_crew("load()").ask(
+            "read_checkpoint", self._next_number(), str(directory), checkpoint.identity, names, split.aliases, resumes
+        )
+        self._fresh = True
+        if checkpoint.manifest is not None:
+            self.steps = checkpoint.step
+
     def _gather(self, kind: StateKind) -> dict[str, Tensor]:
         tensors, _ = self._require_crew("this").state(self._next_number(), kind)
         return tensors
@@ -317,7 +356,7 @@ class Pipeline:
         return self._last
 
     def timeline(self, path: str) -> None:
-        """Draw the last train_step as one HTML page that needs no network: a lane per worker, measured and predicted."""
+        """Draw the last train_step as one HTML page that needs no network: measured over predicted, a lane a worker."""
         self.last_step.write_html(path)
 
     def trace(self, path: str) -> None:

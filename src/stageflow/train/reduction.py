@@ -15,8 +15,8 @@ def check_reduction(reduction: Reduction) -> None:
     """Raise InputError for what is no reduction."""
     if reduction not in ("mean", "sum") and not callable(reduction):
         raise InputError(
-            f"reduction={reduction!r}; expected 'mean', 'sum', or a function that gives a micro-batch's weight, such as "
-            "lambda target: (target != -100).sum()"
+            f"reduction={reduction!r}; expected 'mean', 'sum', or a function that gives a micro-batch's weight, such "
+            "as lambda target: (target != -100).sum()"
         )
 
 

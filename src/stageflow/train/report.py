@@ -97,7 +97,7 @@ class StepView:
 
 
 def expected_bubble(schedule: Schedule, forward: Sequence[float]) -> float:
-    """The bubble for stages whose forward takes so long, I and W each the same again, with nothing lost in transfers."""
+    """The bubble for stages whose F takes so long, I and W each the same again, with nothing lost in transfers."""
     simulation = schedule.simulate(Costs(list(forward), list(forward), list(forward)))
     return summarize(simulation.events(), schedule.n_workers).bubble
 

@@ -59,8 +59,6 @@ class Stages:
             self.parameters[name].data.copy_(value)
         for held, optimizer in zip(self.held, self.optimizers, strict=True):
             tensors, plain = checkpoint.optimizer(held)
-            wanted = [plain["schedulers"].get(names[0]) for names in groups_of(optimizer)]
-            plain["scheduler"] = join(wanted) if all(wanted) else None
             optimizer.load(tensors, plain)
 
 

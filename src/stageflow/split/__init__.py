@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stageflow.errors import InputError, SplitError
-from stageflow.split import sequence
+from stageflow.split import blocks, export, sequence
 from stageflow.split.deferred import DeferredModel, as_model
 from stageflow.split.request import BALANCES, Balance, Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split, StageSpec
@@ -18,7 +18,7 @@ from stageflow.split.spec import InputsUsed, LayerInfo, Split, StageSpec
 __all__ = ["InputsUsed", "LayerInfo", "Split", "StageSpec", "split_model"]
 
 Way = Literal["auto", "sequence", "blocks", "export"]
-_WAYS: dict[str, Callable[[Request], Split]] = {"sequence": sequence.cut}
+_WAYS: dict[str, Callable[[Request], Split]] = {"sequence": sequence.cut, "blocks": blocks.cut, "export": export.cut}
 
 ModelLike = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
 Example = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]

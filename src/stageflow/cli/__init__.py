@@ -10,10 +10,11 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
-from stageflow.errors import InputError, StageflowError
+from stageflow.errors import InputError, StageFailed, StageflowError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -51,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return load(args.verb).run(args)
+    except StageFailed:
+        # Code of the user's failed in a worker; where exactly is in the traceback that came with it.
+        traceback.print_exc()
+        return 1
     except StageflowError as error:
         print(f"stageflow {args.verb}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def load_model() -> Any:
     """
     folder = converted()
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder).train()
 
 
@@ -51,6 +54,7 @@ def converted() -> Path:
     if (folder / "config.json").exists():
         return folder
     source = _source()
+    print(f"unpacking {source.name} into {folder}, once; this takes about a minute", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place and moved there whole: a conversion that is stopped leaves nothing that looks done.
     part = Path(tempfile.mkdtemp(prefix="smollm2-", dir=folder.parent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,7 +85,9 @@ class Corpus:
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (size, length) of int64; a function of seed and step alone."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        # torch's CPU generator takes 32 bits of a seed and drops the rest, so the two are mixed first.
+        mixed = zlib.crc32(f"{seed} {step}".encode())
+        generator = torch.Generator().manual_seed(mixed)
         starts = torch.randint(self.train.numel() - self.length, (size,), generator=generator)
         return self._windows(self.train, starts)
 

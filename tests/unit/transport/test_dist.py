@@ -111,6 +111,42 @@ def test_a_control_message_ends_the_waits_of_all_others():
         assert second.recv(tag(1), 5).meta == 5
 
 
+class StuckNetwork:
+    """A process group over which nothing moves until it is freed; then every work fails."""
+
+    def __init__(self):
+        self._freed = threading.Event()
+
+    def send(self, *_):
+        return self
+
+    recv = send
+
+    def wait(self):
+        self._freed.wait()
+        raise RuntimeError("cable cut")
+
+    def free(self):
+        self._freed.set()
+
+
+def test_send_waits_when_too_much_is_on_its_way_and_says_so():
+    network = StuckNetwork()
+    endpoint = DistEndpoint(network, 0, 2, backlog_bytes=100_000, patience=0.1)
+    endpoint.send(1, tag(0), Bundle({"x": torch.zeros(50_000)}))  # one message is always let through
+    with pytest.raises(TransferTimeout, match=r"worker 0, sending 200\d\d\d bytes to worker 1 .*for 0.1 s.*: {1: 200"):
+        endpoint.send(1, tag(1), Bundle({"x": torch.zeros(50_000)}))
+    with pytest.raises(TransferTimeout, match="worker 0, flush: "):
+        endpoint.flush(0.05)
+    network.free()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"connection to worker 1 was lost \(cable cut\)"):
+        endpoint.recv(tag(2), 10)
+    assert 0.9 < time.monotonic() - started < 3  # time for somebody who knows more to speak first
+    endpoint.flush(1)
+    endpoint.close()
+
+
 def test_sending_to_a_closed_peer_names_it():
     with ends([Interrupt()] * 2) as (first, second):
         second.close()

@@ -46,7 +46,8 @@ def flood(sender, n):
 
 
 def state():
-    return sorted(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), threading.active_count()
+    named = [name for name in os.listdir("/dev/shm") if name.startswith("stageflow")]
+    return sorted(os.listdir("/proc/self/fd")), named, threading.active_count()
 
 
 @pytest.fixture(autouse=True)

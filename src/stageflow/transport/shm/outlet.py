@@ -30,7 +30,7 @@ from stageflow.transport.shm.ordering import full_barrier, in_order
 
 _GLANCES = 8  # blocks in use looked at on every send; all of them when room is short
 _LEAST_PIECE = 64 * 1024
-_MOST_PIECE = 4 * 1024 * 1024
+_MOST_PIECE = 1024 * 1024  # so that the receiver copies one while the sender writes the next
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Outlet:
         self._in_use: dict[int, int] = {}  # offset -> bytes, in the order sent
         self._published = 0
         self._waiting: deque[_Waiting] = deque()
-        self._whole_at_most = layout.arena_bytes // 4
+        self._whole_at_most = layout.arena_bytes // 3
         self._in_order = in_order()
         self._barrier = full_barrier()
 

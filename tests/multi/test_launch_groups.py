@@ -118,7 +118,9 @@ def test_slow_but_moving_is_no_hang(start):
 
 def test_a_timed_out_transfer_is_a_hang(start):
     with start(Service, 2) as group, within(3.0):
-        with pytest.raises(WorkerHung, match="worker 0: .*\n.*worker 1: "):
+        with pytest.raises(
+            WorkerHung, match="worker 0: .*\n.*worker 1: .*\n.*worker 0 raised TransferTimeout: 0F0 did not come"
+        ):
             group.call("time_out", timeout=5)
         assert not group.usable
 

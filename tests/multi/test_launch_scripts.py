@@ -166,6 +166,25 @@ def test_ctrl_c(tmp_path, start):
     assert still_running(family) == []
 
 
+def test_ctrl_c_while_the_workers_start(tmp_path, start):
+    path = write(
+        tmp_path,
+        """
+        class Slow(Service):
+            def __init__(self, ctx):
+                print("busy", flush=True) if ctx.rank == 1 else None
+                time.sleep(60)
+        start_processes(Slow, 2)
+        """,
+    )
+    process = start(path)
+    family = busy_family(process)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGINT
+    assert still_running(family) == []
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_driver_takes_its_workers_along(tmp_path, start, how):
     path = write(

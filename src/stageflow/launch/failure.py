@@ -136,11 +136,17 @@ def worker_died(status: WorkerStatus, code: int | None, stacks: str = "") -> Wor
     return WorkerDied(text, worker=status.rank, stage=stage, microbatch=microbatch, action=status.action or None)
 
 
-def worker_hung(statuses: Sequence[WorkerStatus], timeout: float, stacks: Mapping[int, str]) -> WorkerHung:
-    """The error of a call in which nothing moved for ``timeout`` seconds."""
+def worker_hung(
+    statuses: Sequence[WorkerStatus], timeout: float, stacks: Mapping[int, str], said: Sequence[Report] = ()
+) -> WorkerHung:
+    """The error of a call in which nothing moved for ``timeout`` seconds.
+
+    said: reports of workers that gave up waiting by themselves, perhaps before.
+    """
     lines = [f"no worker made progress for {timeout:g} s; all workers were ended and the group is closed"]
     for status in statuses:
         lines.append(f"  {status}")
+    lines += [f"  worker {report.rank} raised {report.what}" for report in said]
     for rank, stack in sorted(stacks.items()):
         if stack:
             lines.append(f"stacks of worker {rank}:")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -42,6 +43,7 @@ class SupervisedGroup(WorkerGroup):
         self._stacks: dict[int, str] = {}
         self._owner = os.getpid()
         self._closed = False
+        self._reason = ""
         self._last: list[WorkerStatus] = []
 
     # What a subclass adds.
@@ -135,7 +137,7 @@ class SupervisedGroup(WorkerGroup):
         if self._owner != os.getpid():
             raise PipelineClosed(f"these workers belong to process {self._owner}, of which this one was forked")
         if self._closed:
-            why = f" after: {self._error}".partition("\n")[0] if self._error is not None else ""
+            why = f" after: {self._reason}" if self._reason else ""
             raise PipelineClosed(f"these workers were closed{why}; start a new group")
         self._pump(0.0)
         if self._supervisor.phase == "closed" and self._error is not None:  # somebody died between two calls
@@ -199,9 +201,25 @@ class SupervisedGroup(WorkerGroup):
                 faults = self._dump([verdict.rank]).get(verdict.rank, "")
                 self._error = worker_died(self._snapshot[verdict.rank], code, faults)
             case "hung":
-                self._error = worker_hung(self._snapshot, self._timeout, self._stacks)
+                said = [report for report in self._reports.values() if report.kind == "timeout"]
+                self._error = worker_hung(self._snapshot, self._timeout, self._stacks, said)
             case _:
                 pass
+        if verdict.closed:
+            self._reason = str(self._error or "the driver's own part failed and a worker did not stop").partition("\n")[
+                0
+            ]
+
+    @contextlib.contextmanager
+    def _closed_on_interrupt(self) -> Iterator[None]:
+        """Ctrl-C while waiting for the workers ends them."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def _settle(self) -> None:
         """Wait until the call under way is over, one way or the other."""
@@ -236,18 +254,14 @@ class _Running(Call):
 
     def results(self) -> list[Any]:
         group = self._group
-        try:
+        with group._closed_on_interrupt():
             group._settle()
-        except Exception:
-            raise
-        except BaseException:
-            group.close()
-            raise
         if group._supervisor.phase == "closed":
             group.close()
         if group._error is not None:
             raise group._error
-        return [group._results[rank] for rank in range(group.size)]
+        taken, group._results = group._results, {}  # the group keeps nothing of a call alive
+        return [taken[rank] for rank in range(group.size)]
 
     def __enter__(self) -> Call:
         return self
@@ -260,9 +274,12 @@ class _Running(Call):
         if group._verdict is None:
             failure = kind_of(error) if error is not None else "error"
             now = time.monotonic()
-            group._feed(sv.Failed(now, group.size, now, failure))
-            group._settle()
+            with group._closed_on_interrupt():
+                group._feed(sv.Failed(now, group.size, now, failure))
+                group._settle()
         if group._supervisor.phase == "closed":
             group.close()
-        if isinstance(error, TransportError) and group._error is not None:
-            raise group._error  # the driver's own transfer failed because of this
+        cause, group._error = group._error, None  # an exception's frames hold tensors
+        group._reports.clear()
+        if isinstance(error, TransportError) and cause is not None:
+            raise cause  # the driver's own transfer failed because of this

@@ -161,6 +161,7 @@ class ProcessGroup(SupervisedGroup):
         received = zygote.receive(self._held.zygote)
         if received is None:
             self._held.selector.unregister(self._held.zygote)
+            self._held.lease.server.lost = True
             return [(rank, None) for rank in range(self.size) if rank not in self._gone]
         message, _ = received
         if "pid" in message:

@@ -33,6 +33,7 @@ class WorkerServer:
         self.pid = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._ready = False
+        self.lost = False  # set by a group whose socket ended, which is a moment before poll() tells
         arguments = [str(theirs.fileno()), json.dumps(import_path()), json.dumps(PRELOAD)]
         # OpenMP reads these once, when its library is loaded, which is in the zygote: waiting threads must sleep,
         # because there are more workers than cores as often as not.
@@ -49,14 +50,7 @@ class WorkerServer:
 
     @property
     def alive(self) -> bool:
-        if self._process.poll() is not None:
-            return False
-        try:  # its socket ends a moment before its process can be waited for
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        return not self.lost and self._process.poll() is None
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import these before the next worker is forked; they must not start threads. What fails is left to workers."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FailureKind = Literal["error", "transport", "timeout", "aborted"]
-_WEIGHT: dict[FailureKind, int] = {"error": 0, "timeout": 1, "transport": 2, "aborted": 3}
+WEIGHT: dict[FailureKind, int] = {"error": 0, "timeout": 1, "transport": 2, "aborted": 3}
 
 
 @dataclass(frozen=True)
@@ -225,4 +225,4 @@ class Supervisor:
         return [Dump(stuck), Kill(), verdict]
 
     def _cause(self) -> Failed | None:
-        return min(self._failures, key=lambda f: (_WEIGHT[f.kind], f.when), default=None)
+        return min(self._failures, key=lambda f: (WEIGHT[f.kind], f.when), default=None)

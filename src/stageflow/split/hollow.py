@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 SMALL = 16 * 1024  # bytes; parameters up to this size are built as ever
-PIECE = 1 << 20  # elements drawn at a time; a multiple of the 16 that torch's normal_ draws together
+PIECE = 1 << 18  # elements drawn at a time; a multiple of the 16 that torch's normal_ draws together
 
 _aten = torch.ops.aten
 _CONVERSIONS = {_aten.clone.default, _aten._to_copy.default}
@@ -148,7 +148,13 @@ class HollowBuild(TorchDispatchMode):
         self._hollows: dict[int, _Hollow] = {}
         self._count = 0
         self._inflated: set[_Hollow] = set()
+        self._scrap = _Scrap()
         self._thread = threading.get_ident()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Read by torch, which would otherwise import its compiler (seconds, 150 MB) to keep it off this mode."""
+        return False
 
     def __enter__(self) -> HollowBuild:
         with ExitStack() as stack:
@@ -274,7 +280,7 @@ class HollowBuild(TorchDispatchMode):
         if not hollow.empty:
             func(*args, **kwargs)
         elif generator is not None:
-            _advance(func, target, args[1:], kwargs)
+            self._scrap.advance(func, target, args[1:], kwargs)
         return target
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: list[_Hollow]) -> Any:
@@ -359,14 +365,22 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _advance(func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Move the generator as ``func(target)`` would, into scrap memory."""
-    left = target.numel()
-    if func in _DRAWN_IN_ORDER and target.is_contiguous() and not target.is_cuda:
-        scrap = torch.empty(min(left, PIECE + 16), dtype=target.dtype)
+class _Scrap:
+    """Memory to draw into; one piece for all draws, since a fresh one each time would leave the heap in tatters."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[torch.dtype, Tensor] = {}
+
+    def advance(self, func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Move the generator as ``func(target)`` would."""
+        if func not in _DRAWN_IN_ORDER or not target.is_contiguous() or target.is_cuda:
+            like = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+            func(like, *args, **kwargs)
+            return
+        if target.dtype not in self._pieces:
+            self._pieces[target.dtype] = torch.empty(PIECE + 16, dtype=target.dtype)
+        piece, left = self._pieces[target.dtype], target.numel()
         while left > PIECE + 16:
-            func(scrap[:PIECE], *args, **kwargs)
+            func(piece[:PIECE], *args, **kwargs)
             left -= PIECE
-        func(scrap[:left], *args, **kwargs)
-        return
-    func(torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device), *args, **kwargs)
+        func(piece[:left], *args, **kwargs)

@@ -114,5 +114,9 @@ def _leaf(leaf: fx.Node | ConstantArgument) -> _TensorLeaf | _PlainLeaf:
     fake = leaf.meta["val"]
     if not isinstance(fake, Tensor):
         return _PlainLeaf(leaf.name, fake)
-    sizes = tuple(size.node.expr if isinstance(size, SymInt) else int(size) for size in fake.shape)
-    return _TensorLeaf(leaf.name, sizes, fake.dtype)
+    return _TensorLeaf(leaf.name, tuple(_size(size) for size in fake.shape), fake.dtype)
+
+
+def _size(size: int | SymInt) -> Any:
+    expression = size.node.expr if isinstance(size, SymInt) else size
+    return int(expression) if isinstance(size, int) or expression.is_number else expression

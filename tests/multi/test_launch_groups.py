@@ -218,6 +218,9 @@ def wired(start):
 def test_descriptors_reach_the_workers_endpoints(wired):
     assert wired.call("door", timeout=10) == [(0, 3, True), (1, 3, True)]
     assert (wired.endpoint.rank, wired.endpoint.size) == (2, 3)
+    wired.close()
+    with pytest.raises(PipelineClosed, match="endpoint with them"):
+        _ = wired.endpoint
 
 
 def test_a_failure_ends_the_waits_of_driver_and_workers(wired):

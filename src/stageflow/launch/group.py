@@ -17,7 +17,7 @@ from stageflow.launch.base import Arguments, Call, WorkerGroup, WorkerStatus
 from stageflow.launch.board import StatusBoard
 from stageflow.launch.failure import Report, kind_of, stage_failed, worker_died, worker_hung
 from stageflow.launch.servant import BUILD
-from stageflow.transport.base import Interrupt
+from stageflow.transport.base import Endpoint, Interrupt
 
 _TICK = 0.2
 """Seconds between two looks at whether the workers still get on."""
@@ -36,6 +36,7 @@ class SupervisedGroup(WorkerGroup):
         self._results: dict[int, Any] = {}
         self._reports: dict[int, Report] = {}
         self._exits: dict[int, int | None] = {}
+        self._endpoint: Endpoint | None = None
         self._timeout = 0.0
         self._verdict: sv.Conclude | None = None
         self._error: BaseException | None = None
@@ -89,6 +90,19 @@ class SupervisedGroup(WorkerGroup):
     @property
     def usable(self) -> bool:
         return not self._closed and self._supervisor.phase == "idle"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        if self._closed:
+            raise PipelineClosed("these workers were closed, and the driver's endpoint with them; start a new group")
+        if self._endpoint is None:
+            raise LaunchError("this group was started without wiring=, so it has no endpoints")
+        return self._endpoint
+
+    def _close_endpoint(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
 
     def cast(
         self, method: str, per_worker: Sequence[Arguments] | None = None, *, timeout: float, common: Sequence[Any] = ()

@@ -25,7 +25,6 @@ from stageflow.launch.guard import refuse_import_time_start
 from stageflow.launch.servant import BUILD
 from stageflow.launch.server import Lease, import_path
 from stageflow.launch.travel import pack, unpack, unpack_report
-from stageflow.transport.base import Endpoint
 
 _CLOSE_WITHIN = 1.0  # seconds that idle workers get to close their services
 _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
@@ -113,16 +112,9 @@ class ProcessGroup(SupervisedGroup):
             own = [held.workers_ends[rank].fileno(), held.board.fd, held.stop.fd, held.faults[rank], *_output_fds()]
             zygote.send(held.zygote, {**common, "rank": rank, "device": devices[rank]}, [*own, *fds])
             held.workers_ends[rank].close()
-        self._endpoint: Endpoint | None = None
         if wiring is not None:
             opener, fds = wiring.ticket(size)
             self._endpoint = opener([os.dup(fd) for fd in fds], self._driver_interrupt(held.selector.fileno()))
-
-    @property
-    def endpoint(self) -> Endpoint:
-        if self._endpoint is None:
-            raise LaunchError("this group was started without wiring=, so it has no endpoints")
-        return self._endpoint
 
     def _pack(self, method: str, per_worker: Sequence[Arguments], common: Sequence[Any]) -> list[Any]:
         leading = pack(tuple(common), f"{method or 'start'}(common)")
@@ -218,8 +210,7 @@ class ProcessGroup(SupervisedGroup):
     def _free(self) -> None:
         if self._supervisor.phase == "idle":
             self._part()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        self._close_endpoint()
         self._release()
 
     def _part(self) -> None:

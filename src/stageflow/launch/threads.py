@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from stageflow.errors import InputError, LaunchError
+from stageflow.errors import InputError
 from stageflow.launch import supervisor as sv
 from stageflow.launch.base import Arguments, Factory, Wiring, WorkerContext
 from stageflow.launch.board import StatusBoard, StopSignal, stop_interrupt
@@ -69,7 +69,6 @@ class ThreadGroup(SupervisedGroup):
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _dismiss, self._inboxes, self._stop)
-        self._endpoint: Endpoint | None = None
         for rank in range(size):
             context = WorkerContext(
                 rank=rank,
@@ -89,12 +88,6 @@ class ThreadGroup(SupervisedGroup):
             thread.start()
         if wiring is not None:
             self._endpoint = _connector(wiring, size)(self._driver_interrupt(self._bell.fd))
-
-    @property
-    def endpoint(self) -> Endpoint:
-        if self._endpoint is None:
-            raise LaunchError("this group was started without wiring=, so it has no endpoints")
-        return self._endpoint
 
     def _pack(self, method: str, per_worker: Sequence[Arguments], common: Sequence[Any]) -> list[Any]:
         return [(method, (*common, *args), kwargs) for args, kwargs in per_worker]
@@ -140,8 +133,7 @@ class ThreadGroup(SupervisedGroup):
         deadline = time.monotonic() + self._supervisor.grace
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._endpoint is not None:
-            self._endpoint.close()
+        self._close_endpoint()
         if not any(thread.is_alive() for thread in self._threads):  # else freed with the last one that uses them
             self._bell.close()
             self._stop.close()

@@ -118,5 +118,7 @@ def _leaf(leaf: fx.Node | ConstantArgument) -> _TensorLeaf | _PlainLeaf:
 
 
 def _size(size: int | SymInt) -> Any:
-    expression = size.node.expr if isinstance(size, SymInt) else size
-    return int(expression) if isinstance(size, int) or expression.is_number else expression
+    if isinstance(size, int):
+        return size
+    expression: Any = size.node.expr
+    return int(expression) if expression.is_number else expression

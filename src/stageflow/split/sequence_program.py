@@ -116,7 +116,7 @@ class SequenceProgram:
         elif bundle is None:
             value = self._run((args, kwargs), seed)
         else:
-            value = self._run(unflatten(bundle.meta, bundle.tensors, self._classes), seed)
+            value = self._run(self._open(bundle), seed)
         if self._next is None:
             seed(self._steps[-1][0] + 1)
             return StageResult({}, value)
@@ -124,6 +124,11 @@ class SequenceProgram:
             return StageResult({self._next: Bundle({"0": value}, ALONE)})
         tensors, meta = flatten(value, where=f"the value after stage {self.index}")
         return StageResult({self._next: Bundle(tensors, meta)})
+
+    def _open(self, bundle: Bundle) -> Any:
+        if bundle.meta == ALONE:
+            return bundle.tensors["0"]
+        return unflatten(bundle.meta, bundle.tensors, self._classes)
 
     def _run(self, value: Any, seed: Callable[[int], None]) -> Any:
         for number, layer in self._steps:

@@ -95,13 +95,21 @@ def meet(endpoint: Endpoint, number: int) -> None:
 
 
 def closing_is_final(first: Endpoint, second: Endpoint) -> None:
-    """A closed endpoint refuses work, and closing again does nothing."""
+    """A closed endpoint refuses work, its peer soon says so too, and closing again does nothing."""
     for endpoint in (first, second):
         endpoint.close()
         endpoint.close()
         other = 1 - endpoint.rank
         _raises(TransportError, "closed", lambda e=endpoint, o=other: e.send(o, _tag(0), Bundle()))
         _raises(TransportError, "closed", lambda e=endpoint: e.recv(_tag(0), 1))
+        if endpoint is first:
+            _raises(TransportError, "worker 0 has closed", lambda: _send_until_refused(second))
+
+
+def _send_until_refused(endpoint: Endpoint) -> None:
+    for i in range(500):
+        endpoint.send(1 - endpoint.rank, _tag(i), Bundle())
+        time.sleep(0.01)
 
 
 class _Shifted(Endpoint):

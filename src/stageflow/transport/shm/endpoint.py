@@ -26,6 +26,7 @@ from stageflow.transport.shm.pump import Pump
 # it saved, short otherwise. Other threads and processes get the core in between.
 _SHORT_SPIN, _LONG_SPIN = 40e-6, 300e-6
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_NAP = 0.001  # the same while waiting for the pump, which rings no bell
 _SLICE = 0.05  # seconds of sleep between looks at the interrupt and at who is still alive
 
 
@@ -100,8 +101,8 @@ class ShmEndpoint(Endpoint):
         outlet = self._outlets.get(peer)
         if outlet is None:
             raise TransportError(f"worker {self.rank} can't send {tag} to worker {peer}: its peers: {[*self._outlets]}")
-        if peer in self._peers.gone:
-            raise self._peers.error(self.rank, f"can't send {tag}")
+        if self._peers.unreachable(peer):
+            raise self._peers.error(self.rank, peer, f"can't send {tag}")
         frame = self._encoder.encode(tag, bundle)
         if outlet.waiting_bytes and self._waiting_bytes() + frame.size > self._backlog_bytes:
             self._wait_for_room(peer, tag, frame.size)
@@ -124,7 +125,7 @@ class ShmEndpoint(Endpoint):
 
     def flush(self, timeout: float) -> None:
         self._require_open()
-        self._wait(lambda: not self._waiting_bytes(), timeout, lambda: self._not_taken("flush", timeout))
+        self._wait(lambda: not self._waiting_bytes(), timeout, lambda: self._not_taken("flush", timeout), _NAP)
 
     def forget(self, before_step: int) -> None:
         self._collect()
@@ -169,6 +170,7 @@ class ShmEndpoint(Endpoint):
             lambda: self._waiting_bytes() + size <= self._backlog_bytes or not self._outlets[peer].waiting_bytes,
             patience,
             lambda: self._not_taken(f"sending {size} bytes to worker {peer} as {tag}", patience),
+            _NAP,
         )
 
     def _not_taken(self, doing: str, timeout: float) -> TransferTimeout:
@@ -179,8 +181,13 @@ class ShmEndpoint(Endpoint):
             f"{self._peers.describe()}"
         )
 
-    def _wait(self, ready: Callable[[], bool], timeout: float, too_late: Callable[[], Exception]) -> None:
-        """Collect messages until ``ready``: look for a while, then sleep until the bell or the interrupt."""
+    def _wait(
+        self, ready: Callable[[], bool], timeout: float, too_late: Callable[[], Exception], nap: float = _SLICE
+    ) -> None:
+        """Collect messages until ``ready``: look for a while, then sleep until the bell or the interrupt.
+
+        nap: seconds to sleep at most before looking again.
+        """
         started = time.monotonic()
         deadline, spin_until = started + timeout, started + min(self._spin, timeout)
         while not ready():
@@ -190,7 +197,7 @@ class ShmEndpoint(Endpoint):
             elif now >= deadline:
                 raise too_late()
             else:
-                self._sleep(min(deadline - now, _SLICE))
+                self._sleep(min(deadline - now, nap))
             self._collect()
         self._spin = _LONG_SPIN if time.monotonic() - started < _LONG_SPIN else _SHORT_SPIN
 
@@ -209,6 +216,6 @@ class ShmEndpoint(Endpoint):
         rung = any(fd == bell.fileno() for fd, _ in stirred)
         if rung:
             bell.silence()
-        if not rung or len(stirred) > 1:
+        if not rung or len(stirred) > 1 or self._interrupt.fd is None:
             self._interrupt.check()
             self._peers.look(self.rank)

@@ -34,11 +34,19 @@ class Peers:
             for fd, _ in self._poll.poll(0):
                 self._note(self._watched[fd])
         if self.gone and time.monotonic() - self._noticed > _GRACE:
-            raise self.error(rank, "can't go on")
+            raise self.error(rank, next(iter(self.gone)), "can't go on")
 
-    def error(self, rank: int, doing: str) -> TransportError:
-        listed = ", ".join(f"worker {peer} (process {pid})" for peer, pid in self.gone.items())
-        return TransportError(f"worker {rank} {doing}: {listed} ended without closing its endpoint")
+    def unreachable(self, peer: int) -> bool:
+        """Whether nobody will ever take what is sent to ``peer``."""
+        return self._words[self._lines[peer] + STATE] == CLOSED or peer in self.gone
+
+    def error(self, rank: int, peer: int, doing: str) -> TransportError:
+        """What is wrong with an unreachable peer."""
+        if peer in self.gone:
+            why = f"worker {peer} (process {self.gone[peer]}) ended without closing its endpoint"
+        else:
+            why = f"worker {peer} has closed its endpoint"
+        return TransportError(f"worker {rank} {doing}: {why}")
 
     def describe(self) -> str:
         """Peers from which nothing can come, in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import sys
@@ -87,6 +88,15 @@ def positional_names(model: Model) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """What shows that two processes hold the same kind of model: classes and the shapes of its parameters."""
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for module in modules for name, p in module.named_parameters()]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    kind = type(model).__name__ if modules else getattr(model, "__qualname__", type(model).__name__)
+    return {"model": kind, "parameters": len(shapes), "shapes": digest}
 
 
 def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

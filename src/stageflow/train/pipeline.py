@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from stageflow.train.arguments import (
     check_model,
     count_microbatches,
     count_stages,
+    model_facts,
     not_importable,
     positional_names,
 )
@@ -253,9 +254,31 @@ class Pipeline:
             example = (first.args, first.kwargs)
         else:
             example = self._cut_example()
-        self._blueprint.split = split_model(self._model, example, stages=self.stages, **self._split_options)
-        plans = self._blueprint.worker_plans(**self._plan_options)
-        self._crew = start_crew(self.launch, plans, **self._start_options)
+        blueprint = self._blueprint
+
+        def split() -> Split:
+            return split_model(self._model, example, stages=self.stages, **self._split_options)
+
+        if self.launch == "torchrun":
+            self._crew = self._join_ranks(split)
+        else:
+            blueprint.split = split()
+            plans = blueprint.worker_plans(**self._plan_options)
+            self._crew = start_crew(self.launch == "threads", plans, **self._start_options)
+
+    def _join_ranks(self, split: Callable[[], Split]) -> Crew:
+        from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
+
+        blueprint = self._blueprint
+        facts = model_facts(self._model) | {"stages": self.stages, "schedule": str(self.schedule)}
+        options = self._start_options
+        ranks = Ranks(self.schedule.n_workers, options["devices"], options["timeout"], facts)
+        try:
+            blueprint.split = ranks.share_split(split, blueprint.placement)
+            return RankCrew(ranks, blueprint.worker_plans(**self._plan_options))
+        except BaseException:
+            ranks.close()
+            raise
 
     def _cut_example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = as_call(self._example)

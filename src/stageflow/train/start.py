@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,23 +36,25 @@ def choose_launch(launch: Launch | None) -> Launch:
 
 
 def start_crew(
-    launch: Launch, plans: Sequence[WorkerPlan], *, devices: str | Sequence[str], threads: int, timeout: float
+    in_process: bool, plans: Sequence[WorkerPlan], *, devices: str | Sequence[str], threads: int, timeout: float
 ) -> Crew:
-    """Start one worker per plan. Raises LaunchError."""
+    """Start one worker per plan, as threads or as processes. Raises LaunchError."""
     size = len(plans)
     names = choose_devices(size, devices)
-    in_process = launch == "threads"
     wiring = ThreadWiring(size + 1) if in_process else ProcessWiring(size + 1)
     try:
         if in_process:
             lock = threading.Lock()
             # threads share the user's memory, and a stage must not train the user's own tensors
             plans = [replace(plan, specs=tuple(map(_copy, plan.specs))) for plan in plans]
-            group: WorkerGroup = start_threads(
-                partial(DrivenWorker, exclusive=lock), size, wiring=wiring, devices=names
-            )
+            make = partial(DrivenWorker, exclusive=lock)
+            group: WorkerGroup = start_threads(make, size, wiring=wiring, devices=names, timeout=timeout)
         else:
-            group = start_processes(DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout)
+            # forked with what they will surely import, rather than each importing it again
+            preload = [DrivenWorker.__module__, *(name for name in ("transformers",) if name in sys.modules)]
+            group = start_processes(
+                DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout, preload=preload
+            )
     finally:
         wiring.close()
     try:

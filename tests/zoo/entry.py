@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 BATCH = 8
 LENGTH = 12
@@ -42,7 +43,7 @@ def is_loss(output: Tensor, target: None = None) -> Tensor:
 
 def ramp_loss(output: Any, target: None = None) -> Tensor:
     """Distance of every float tensor in the output to a fixed ramp: a loss for models that have no target."""
-    terms = [_ramp_distance(leaf) for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    terms = [_ramp_distance(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return sum(term for term in terms if term is not None)
 
 

@@ -7,20 +7,33 @@
 
 Linear layers and convolutions hold nearly all of a model's weights, so they alone are split (Qi et al., Zero Bubble
 Pipeline Parallelism, ICLR 2024, Section 2). What else a stage holds (norms, embeddings, custom autograd functions,
-compiled parts) gets its whole gradient in I, which is right, only less balanced.
+compiled parts) gets its whole gradient in I, which is right, only less balanced; a layer of another kind may bring its
+own W (see `SplitsItself`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Pending = list[tuple[Callable[..., None], tuple[Any, ...]]]
+
+
+@runtime_checkable
+class SplitsItself(Protocol):
+    """A layer that knows how to put its own weight gradients off.
+
+    In its backward, when ``put_off.pending`` is a list, it appends (function, arguments) that will compute them and add
+    them to ``.grad``; when that is None, it computes them at once.
+    """
+
+    def split_with(self, put_off: PutOff) -> None:
+        """Remember where to put off; called once, before the first forward that gets an I and a W."""
 
 
 class PutOff:
@@ -36,10 +49,14 @@ class PutOff:
         self.pending: Pending | None = None
 
     def install(self, module: nn.Module) -> int:
-        """Make the linear and convolution layers inside `module` able to put off; returns how many there are."""
+        """Make the layers inside `module` that can put off do so; returns how many there are."""
         shared = _used_more_than_once(module)
         count = 0
         for layer in module.modules():
+            if isinstance(layer, SplitsItself):
+                layer.split_with(self)
+                count += 1
+                continue
             derived = _splitting_class(type(layer))
             if derived is None or any(id(p) in shared for p in layer.parameters(recurse=False)):
                 continue

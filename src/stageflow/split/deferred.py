@@ -96,8 +96,8 @@ class DeferredModel:
         """Run ``build`` without keeping a parameter.
 
         Returns the recipe and the model with its parameters on the meta device; small ones and buffers are real.
-        The random state moves on as if the model had been built (not with ``weights``). Raises SplitError if the function fails or gives
-        no model.
+        Without ``weights``, the random state moves on as if the model had been built. Raises SplitError if the
+        function fails or gives no model.
         """
         with _ONE_BUILD_AT_A_TIME:
             start = RandomState.now()

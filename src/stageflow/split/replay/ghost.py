@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -86,6 +87,22 @@ class Ghost(Tensor):
         return f"Ghost({self.key!r}, {tuple(self.shape)}, {self.dtype})"
 
 
+def become(one: Tensor, other: Tensor) -> None:
+    """Turn ``one`` into what ``other`` is, wherever it is referred to; ``other`` is not to be used any more.
+
+    As torch.utils.swap_tensors, which however refuses a tensor that autograd keeps. A ghost may be kept so, by a
+    checkpoint around it, but only in a graph through which no gradient ever flows.
+    """
+    if weakref.getweakrefs(one):
+        raise SplitError(
+            f"the model keeps a weak reference to a value of shape {tuple(one.shape)} that crosses between stages; "
+            "keep the tensor itself, or move the boundary"
+        )
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
 def has_ghost(value: Any) -> bool:
     """Whether a ghost is among arguments of a torch function, which nest in lists, tuples and dicts at most."""
     kind = type(value)
@@ -123,7 +140,6 @@ def _methods(*names: str) -> list[Any]:
 _SHOWN = {
     Tensor.requires_grad.__get__: lambda ghost: ghost.shows_grad,  # type: ignore[attr-defined]
     Tensor.__repr__: Ghost.__repr__,
-    Tensor.__format__: lambda ghost, *_: repr(ghost),
 }
 
 # What can be asked of a tensor without its values. Such calls are no events: they cost little and change nothing.
@@ -137,7 +153,7 @@ METADATA: frozenset[Any] = frozenset(
     + _methods(
         "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device",
         "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "storage_offset", "__len__",
-        "has_names", "is_same_size", "__hash__", "__repr__", "__format__", "dim_order", "is_pinned", "is_shared",
+        "has_names", "is_same_size", "__hash__", "__repr__", "dim_order", "is_pinned", "is_shared",
         "is_coalesced", "_is_view",
     )
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed, torch.is_inference]

@@ -80,6 +80,10 @@ class Flow:
             if self.changers[value]:
                 uses = [e.number for e in self.users[value]]
                 forbid(self.changers[value][0].number, max(uses), "the model changes its input in place")
+        for event in self.trace.events:
+            if event.by_autograd:
+                first = min([v.born for v in event.uses[1:]], default=-1) if event.name == "grad" else -1
+                forbid(first, event.number, "forward itself asks for a gradient through it")
         begun: dict[int, int] = {}
         for event in self.trace.events:
             for region in event.region:

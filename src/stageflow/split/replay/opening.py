@@ -6,7 +6,7 @@ by the count of atoms, and must be the same for any number of stages.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -161,15 +161,16 @@ class Opening:
 
     def _block_calls(self) -> list[Call]:
         """Calls of modules that stand in a list with others of their class, and are made of modules themselves."""
-        groups: dict[tuple[str, type], set[str]] = defaultdict(set)
-        called = Counter(call.path for call in self.calls)
-        for path in called:
-            parent, _, name = path.rpartition(".")
-            listed = isinstance(self._modules.get(parent), (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            if listed and self._size[path] and any(True for _ in self._modules[path].children()):
-                groups[parent, type(self._modules[path])].add(path)
-        blocks = {path for group in groups.values() if len(group) > 1 for path in group}
-        return [call for call in self.calls if call.path in blocks]
+        called = {call.path for call in self.calls}
+        blocks: set[str] = set()
+        for path, module in self._modules.items():
+            if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+                continue
+            made = {name: child for name, child in module.named_children() if any(True for _ in child.children())}
+            # Counted over all that are there: chance may have left some out of this run.
+            kinds = Counter(type(child) for child in made.values())
+            blocks.update(f"{path}.{name}" if path else name for name, child in made.items() if kinds[type(child)] > 1)
+        return [call for call in self.calls if call.path in blocks & called and self._size[call.path]]
 
     def _outermost(self, blocks: list[Call]) -> list[Call]:
         chosen = set(blocks)

@@ -19,6 +19,7 @@ from stageflow.split.replay.ghost import Ghost, GhostTouched
 from stageflow.split.replay.interception import Stand, StageExit, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
 from stageflow.split.replay.run import Run
+from stageflow.split.replay.travel import has_hooks, pack, unpack
 from stageflow.split.spec import StageSpec
 from stageflow.split.state import named_state
 
@@ -76,6 +77,17 @@ class ReplaySpec(StageSpec):
                 if parametrize.is_parametrized(module):
                     module.__class__ = type(module).__bases__[0]
                     self.parametrized.append(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if isinstance(self.model, nn.Module) and has_hooks(self.model):
+            state["model"] = pack(self.model)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.model, bytes):
+            self.model = unpack(self.model)
 
     def build(self, device: torch.device) -> StageProgram:
         model = self.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import swap_tensors
 
 from stageflow.errors import FrameError, SplitError
-from stageflow.split.replay.ghost import METADATA, Ghost, GhostTouched, has_ghost
+from stageflow.split.replay.ghost import METADATA, Ghost, GhostTouched, become, has_ghost
 from stageflow.split.replay.interception import StageExit, Timeline, draws, name_of, open_iteration, tensors_in
 from stageflow.split.replay.log import OPAQUE, Fresh, Log, Outcome, conjure, describe, raised
+from stageflow.split.replay.reach import reachable
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from stageflow.split.replay.program import ReplayProgram
 
 
@@ -42,6 +45,7 @@ class Run(Timeline):
         self.look = look
         self.log = program.read_log(before)
         self.text = ""
+        self.frame: FrameType = sys._getframe(1)
         self.spare: dict[str, Tensor] = {}
         self.received = received
         self.names: list[str] = []
@@ -55,8 +59,8 @@ class Run(Timeline):
         self._index = program.index
         self._stage_of = program.plan.stage_of
         self._calls: dict[str, int] = defaultdict(int)
-        self._born: dict[int, tuple[weakref.ref[Tensor], ...]] = {}
-        self._born_without_grad: list[tuple[int, tuple[weakref.ref[Tensor], ...]]] = []
+        self._born: dict[int, tuple[weakref.ref[Tensor] | None, ...]] = {}
+        self._born_without_grad: list[tuple[int, tuple[weakref.ref[Tensor] | None, ...]]] = []
         self._grad = torch.is_grad_enabled()
         self._arrived: dict[str, Tensor] = {}
         self._came = {int(key.split(".")[0]) for key in received if key[0].isdigit()}
@@ -172,7 +176,7 @@ class Run(Timeline):
         for position in changed:
             tensor = arguments[position]
             if type(tensor) is Tensor:
-                swap_tensors(tensor, Ghost.of("?", tensor, tensor.device))
+                become(tensor, Ghost.of("?", tensor, tensor.device))
 
     # -- the present
 
@@ -184,10 +188,7 @@ class Run(Timeline):
             # A view, because a re-entrant checkpoint around the last event would detach any other tensor it returns.
             with torch.set_grad_enabled(value.requires_grad):
                 real = value.view_as(value)
-            try:
-                swap_tensors(ghost, real)
-            except RuntimeError as problem:
-                raise SplitError(f"stage {self._index} can't put value {key} in its place: {problem}") from problem
+            become(ghost, real)
         self.inside = False
         if self._seed_due:
             self._set_seed()
@@ -207,7 +208,9 @@ class Run(Timeline):
             except FrameError:
                 outcome, tensors = OPAQUE, []
         if tensors:
-            refs = self._born[number] = tuple(map(weakref.ref, tensors))
+            # What an event was handed and gives back has a key of its own already.
+            pairs = zip(outcome.slots, tensors, strict=True)
+            refs = self._born[number] = tuple(None if isinstance(s, int) else weakref.ref(t) for s, t in pairs)
             if self._grad and not torch.is_grad_enabled():
                 self._born_without_grad.append((number, refs))
                 outcome = _like(outcome, expected)
@@ -232,7 +235,7 @@ class Run(Timeline):
             outcome = self.outcomes[place]
             slots = tuple(
                 slot._replace(requires_grad=tensor.requires_grad)
-                if isinstance(slot, Fresh) and (tensor := ref()) is not None
+                if isinstance(slot, Fresh) and ref is not None and (tensor := ref()) is not None
                 else slot
                 for slot, ref in zip(outcome.slots, refs, strict=True)
             )
@@ -271,17 +274,19 @@ class Run(Timeline):
         if tensor is None:
             number, _, position = key.partition(".")
             refs = self._born.get(int(number))
-            tensor = refs[int(position)]() if refs is not None else None
+            ref = refs[int(position)] if refs is not None else None
+            tensor = ref() if ref is not None else None
         return tensor
 
     def _alive(self, common: frozenset[str]) -> dict[str, Tensor]:
-        """Every value that the model still holds, but for those that each stage makes by itself."""
-        found = dict(self._arrived)
+        """Every value that the model's code can still get at, but for those that each stage makes by itself."""
+        held = reachable(sys._getframe(1), self.frame, self.program.module)
+        found = {key: tensor for key, tensor in self._arrived.items() if id(tensor) in held}
         for number, refs in self._born.items():
             for position, ref in enumerate(refs):
-                tensor = ref()
+                tensor = ref() if ref is not None else None
                 key = f"{number}.{position}"
-                if tensor is not None and key not in common:
+                if tensor is not None and key not in common and id(tensor) in held:
                     found[key] = tensor
         return found
 

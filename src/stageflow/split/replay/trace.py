@@ -29,12 +29,12 @@ from stageflow.split.replay.interception import (
     walk_atoms,
 )
 from stageflow.split.replay.log import OPAQUE, Outcome, describe, raised
+from stageflow.split.replay.reach import contents
 from stageflow.split.state import named_state
 
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _REENTRANT = CheckpointFunction.forward.__code__
-_BY_AUTOGRAD = frozenset({"grad", "backward"})  # functions that run a backward pass
 
 
 @dataclass(eq=False)
@@ -80,6 +80,11 @@ class Event:
     def is_atom(self) -> bool:
         return self.call is not None
 
+    @property
+    def by_autograd(self) -> bool:
+        """Whether it runs a backward pass, which needs the graph in one piece."""
+        return not self.is_atom and self.name in ("grad", "backward")
+
 
 class Trace(Timeline):
     """Records a timeline while the model computes for real.
@@ -94,6 +99,8 @@ class Trace(Timeline):
     ) -> None:
         super().__init__()
         self._hollow = hollow
+        self._model = model
+        self._outside = sys._getframe(1)
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
         self.sealed: dict[str, str] = {}
@@ -144,16 +151,21 @@ class Trace(Timeline):
             finally:
                 self._atom, self.inside = None, False
 
-        before = _plain(args, kwargs)
+        before = self._contents()
         result = self._record(event, run, args, kwargs)
-        if _plain(args, kwargs) != before:
-            self.escapes.setdefault(path, "it changes its arguments")
+        after = self._contents()
+        changed = next((held for i, (held, ids) in before.items() if i in after and after[i][1] != ids), None)
+        if changed is not None:
+            self.escapes.setdefault(path, f"it changes a {type(changed).__name__} that others can see")
         return result
+
+    def _contents(self) -> dict[int, tuple[Any, tuple[int, ...]]]:
+        # From the code that calls the atom, past this method, `atom` and the wrapper around the atom's forward.
+        with torch._C.DisableTorchFunction():
+            return contents(sys._getframe(4), self._outside, self._model)
 
     def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         event.region = self._regions(event)
-        if not event.is_atom and event.name in _BY_AUTOGRAD:
-            self._seal(f"it calls {event.name!r} of autograd, whose graph must not be cut")
         self.events.append(event)
         arguments = tensors_in((args, kwargs))
         event.uses = [self._known(tensor, event) for tensor in arguments]
@@ -307,21 +319,6 @@ def run_trace(
             step()
     trace.finish(model, output)
     return trace
-
-
-def _plain(args: Any, kwargs: Any) -> Any:
-    """The shape of nested arguments, to see whether a call changes it."""
-
-    def outline(value: Any, depth: int) -> Any:
-        if depth > 8:
-            return None
-        if isinstance(value, dict):
-            return {str(k): outline(v, depth + 1) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [outline(v, depth + 1) for v in value]
-        return value if isinstance(value, (int, float, str)) else id(value)
-
-    return outline((args, kwargs), 0)
 
 
 def _frames(depth: int) -> Iterator[FrameType]:

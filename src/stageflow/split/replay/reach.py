@@ -1,0 +1,71 @@
+"""What running Python code can still get at.
+
+A tensor that autograd keeps for the backward pass is alive, too, but no later line of the model can name it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+_LEAVES = (int, float, complex, str, bytes, type(None), type)
+
+
+def reachable(frame: FrameType | None, stop: FrameType, model: nn.Module) -> set[int]:
+    """Ids of the tensors that frames from ``frame`` out to ``stop``, or attributes of the model's modules, lead to."""
+    return {id(item) for item in _walk(frame, stop, model) if isinstance(item, Tensor)}
+
+
+def contents(frame: FrameType | None, stop: FrameType, model: nn.Module) -> dict[int, tuple[Any, tuple[int, ...]]]:
+    """The lists, dicts and sets that code can get at: id -> (the container, ids of what is in it)."""
+    return {
+        id(item): (item, tuple(map(id, _held_by(item))))
+        for item in _walk(frame, stop, model)
+        if isinstance(item, (list, dict, set))
+    }
+
+
+def _walk(frame: FrameType | None, stop: FrameType, model: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    todo = [v for module in model.modules() for k, v in vars(module).items() if k not in _MODULE_TABLES]
+    while frame is not None and frame is not stop:
+        todo.extend(frame.f_locals.values())
+        frame = frame.f_back
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        if not isinstance(item, Tensor):
+            todo.extend(_held_by(item))
+
+
+def _held_by(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return dict.values(item)  # as they lie there: a subclass may make things up in its own method
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    if isinstance(item, FunctionType):
+        return [*(item.__closure__ or ()), item.__defaults__, item.__kwdefaults__]
+    if isinstance(item, CellType):
+        try:
+            return [item.cell_contents]
+        except ValueError:  # not yet set
+            return ()
+    if isinstance(item, MethodType):
+        return [item.__self__]
+    if isinstance(item, functools.partial):
+        return [item.func, item.args, item.keywords]
+    if isinstance(item, GeneratorType):
+        return item.gi_frame.f_locals.values() if item.gi_frame is not None else ()
+    if isinstance(item, (nn.Module, ModuleType)):
+        return ()
+    held = list(item.__dict__.values()) if isinstance(getattr(item, "__dict__", None), dict) else []
+    slots = [name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(item, name)]
+    return held + [getattr(item, name) for name in slots]

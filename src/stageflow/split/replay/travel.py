@@ -1,0 +1,53 @@
+"""Pickling models whose hooks refer to things that can't be pickled, but can be named."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import cloudpickle
+from torch import nn
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether functions are attached to any of the model's modules."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def pack(value: Any) -> bytes:
+    """As cloudpickle.dumps, with context variables by the name under which a module holds them.
+
+    A hook defined inside a function travels with the globals it uses; those of transformers' output recorder are
+    context variables.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The value that `pack` made these bytes of."""
+    return pickle.loads(data)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ContextVar):
+            return _named, _name_of(obj)
+        return super().reducer_override(obj)
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _name_of(variable: ContextVar[Any]) -> tuple[str, str]:
+    for path, module in list(sys.modules.items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is variable:
+                return path, name
+    raise pickle.PicklingError(f"{variable!r}, which a hook of the model uses, belongs to no imported module")

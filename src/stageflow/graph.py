@@ -116,7 +116,9 @@ class StageProgram(Protocol):
     index: int
     module: nn.Module
     parameters: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
 
     def forward(
         self,
@@ -129,7 +131,8 @@ class StageProgram(Protocol):
 
         args, kwargs: the model's own inputs, cut to the micro-batch.
         received: the bundle of each predecessor. A tensor that required grad where it was made does so here; it is
-            no leaf and no view, and its memory is this stage's own, so it may be changed in place.
+            no leaf and no view, and its memory is this stage's own, so it may be changed in place. A program with
+            an attribute ``takes_leaves = True`` forgoes that and is given leaves, which costs less.
         seed: to be called as ``seed(layer)`` where a layer starts, with the layer's number in the WHOLE model, so
             that random draws don't depend on where the cuts are.
         """

@@ -259,11 +259,11 @@ def test_evaluation_and_prediction_between_steps(case: str) -> None:
     with torch.no_grad():
         want = reference(x)
         number = sum(
-            loss(reference(xs), ys).item() * len(xs) / len(x) for xs, ys in zip(x.split(SIZES), y.split(SIZES), strict=True)
+            loss(reference(xs), ys).item() * len(xs) / len(x)
+            for xs, ys in zip(x.split(SIZES), y.split(SIZES), strict=True)
         )
-    with sf.Pipeline(
-        model, stages=4, microbatches=MICROBATCHES, loss=loss, launch="threads", optimizer=partial(torch.optim.SGD, lr=0.0)
-    ) as pipe:
+    still = partial(torch.optim.SGD, lr=0.0)
+    with sf.Pipeline(model, stages=4, microbatches=MICROBATCHES, loss=loss, launch="threads", optimizer=still) as pipe:
         assert pipe.evaluate(x, target=y).item() == pytest.approx(number, rel=1e-4)
         first = pipe.train_step(x, target=y)
         got = pipe.predict(x)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import platform
@@ -49,9 +50,8 @@ class TorchrunGroup:
     context: what this rank's worker is given. Its endpoint joins all ranks.
     """
 
-    def __init__(self, store: Store, watchers_store: Store, device: str, owns_process_group: bool) -> None:
+    def __init__(self, store: Store, watchers_store: Store, device: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._owns_process_group = owns_process_group
         self._board = LocalBoard()
         self._notes = Notes(store, self.rank, self.size)
         self._notes.publish(Record())
@@ -189,9 +189,6 @@ class TorchrunGroup:
             self._closed_by = "close()"
         self._watcher.close()
         self.context.close()
-        if self._owns_process_group and dist.is_initialized():
-            self._owns_process_group = False
-            dist.destroy_process_group()
 
     def __enter__(self) -> TorchrunGroup:
         return self
@@ -246,26 +243,27 @@ def join_torchrun(devices: str | Sequence[str] = "auto", facts: Mapping[str, Any
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(local + 1)))
     device = choose_devices(local_size, devices)[local]
-    owns = not dist.is_initialized()
-    if owns:
+    if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+        # kept until the process ends: a second group of one job would meet the first one's addresses in the store
+        atexit.register(_leave)
+    base = distributed_c10d._get_default_store()
+    number = base.add(f"stageflow/groups/{dist.get_rank()}", 1)
+    own_connection: Store = cast(Any, base).clone()  # one thread's wait must not hold up the other's
+    stores = [PrefixStore(f"stageflow/{number}", store) for store in (base, own_connection)]
+    group = TorchrunGroup(*stores, device=device)
     try:
-        base = distributed_c10d._get_default_store()
-        number = base.add(f"stageflow/groups/{dist.get_rank()}", 1)
-        own_connection: Store = cast(Any, base).clone()  # one thread's wait must not hold up the other's
-        stores = [PrefixStore(f"stageflow/{number}", store) for store in (base, own_connection)]
-        group = TorchrunGroup(*stores, device=device, owns_process_group=owns)
-        try:
-            group.check_same({"stageflow": version("stageflow"), **_versions(), **(facts or {})})
-            group.context.endpoint()
-        except BaseException:
-            group.close()
-            raise
+        group.check_same({"stageflow": version("stageflow"), **_versions(), **(facts or {})})
+        group.context.endpoint()
     except BaseException:
-        if owns and dist.is_initialized():
-            dist.destroy_process_group()
+        group.close()
         raise
     return group
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _versions() -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""Run by test_torchrun.py on every rank: trains in stages and compares with one device, or fails on purpose."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stageflow as sf
+from stageflow.errors import InputError, LaunchError, StageFailed
+
+SIZES = (3, 3, 2, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 23, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def loss_of(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores, target)
+
+
+def build() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(7)
+    return Tied(), torch.randint(23, (10,)), torch.randint(23, (10,))
+
+
+def train(folder: str) -> None:
+    torch.set_num_threads(1)
+    model, x, y = build()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        parts = [loss_of(reference(a), b) * (len(a) / 10) for a, b in zip(x.split(SIZES), y.split(SIZES), strict=True)]
+        sum(parts).backward()
+        optimizer.step()
+        losses.append(sum(part.item() for part in parts))
+    for schedule in ("gpipe", "1f1b", "zb_h1"):
+        with sf.Pipeline(
+            model,
+            stages=2,
+            microbatches=4,
+            schedule=schedule,
+            loss=loss_of,
+            optimizer=partial(torch.optim.SGD, lr=0.2),
+            timeout=60.0,
+        ) as pipe:
+            assert pipe.launch == "torchrun"
+            for want in losses:
+                assert abs(pipe.train_step(x, target=y).item() - want) < 1e-4
+            state = pipe.state_dict()
+            for name, value in reference.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(pipe.gradients()[name], parameter.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(pipe.predict(x), reference(x), rtol=1e-4, atol=1e-5)
+            assert abs(pipe.evaluate(x, target=y).item() - loss_of(reference(x), y).item()) < 1e-4
+            pipe.save(Path(folder) / schedule)
+            pipe.train_step(x, target=y)
+            pipe.load(Path(folder) / schedule)
+            torch.testing.assert_close(pipe.state_dict()["embed.weight"], state["embed.weight"])
+            assert len({event.worker for event in pipe.last_step.events}) == 2
+    print("trained")
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return x
+
+
+def fail(_: str) -> None:
+    """A forward that raises on one rank is reported on both, by name and soon; then the pipeline goes on."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Fails()]
+    x = torch.randn(8, 4)
+    with sf.Pipeline(layers, stages=2, microbatches=4, loss=F.mse_loss, timeout=30.0, boundaries=["2"]) as pipe:
+        first = pipe.train_step(x, target=x)
+        bad = x.clone()
+        bad[4:] = torch.nan
+        started = time.monotonic()
+        with pytest.raises(StageFailed, match="not a number") as caught:
+            pipe.train_step(bad, target=x)
+        error = caught.value
+        assert (error.worker, error.stage, error.microbatch, error.action) == (1, 1, 2, "1F2"), str(error)
+        assert time.monotonic() - started < 2.0
+        assert pipe.train_step(x, target=x) == first
+    print("failed well")
+
+
+def differ(_: str) -> None:
+    """Ranks that do not run the same thing, and too many ranks, are refused on all ranks before any work."""
+    width = 4 + int(os.environ["RANK"])
+    for layers, stages, words in (
+        ([nn.Linear(width, 4), nn.Linear(4, 4)], 2, "shapes"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], 1, "2 ranks"),
+    ):
+        pipe = sf.Pipeline(layers, stages=stages, loss=F.mse_loss)
+        with pytest.raises(LaunchError, match=words):
+            pipe.train_step(torch.randn(4, layers[0].in_features), target=torch.randn(4, 4))
+        pipe.close()
+    with pytest.raises(InputError, match="stages"):
+        sf.Pipeline([nn.Linear(4, 4)], stages=0)
+    print("refused")
+
+
+if __name__ == "__main__":
+    {"train": train, "fail": fail, "differ": differ}[sys.argv[1]](sys.argv[2])

@@ -20,14 +20,17 @@ class _Enter(torch.autograd.Function):
         return gradients
 
 
-def enter(tensors: dict[str, Tensor], trained: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def enter(
+    tensors: dict[str, Tensor], trained: list[str], as_leaves: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Make the tensors named in `trained` require grad.
 
+    as_leaves: the stage changes none of them in place, so it can have the leaves themselves, which takes less time.
     Returns (the leaves, whose ``.grad`` a backward fills; all tensors as the stage may use them).
     """
-    if not trained:
-        return {}, tensors
     leaves = {name: tensors[name].detach().requires_grad_() for name in trained}
+    if as_leaves:
+        return leaves, {**tensors, **leaves}
     entered = dict(tensors)
     entered.update(zip(trained, _Enter.apply(*leaves.values()), strict=True))  # type: ignore[arg-type]
     return leaves, entered

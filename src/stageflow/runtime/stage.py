@@ -102,6 +102,7 @@ class Stage:
         self._drawn: dict[tuple[bool, bool], Drawn] = {}
         self._kept: dict[int, Kept] = {}
         self._trains = any(p.requires_grad for p in program.parameters.values())
+        self._takes_leaves = getattr(program, "takes_leaves", False)
         self._prepared = False
         self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
 
@@ -148,7 +149,7 @@ class Stage:
             meta, trained = bundle.meta
             tensors = bundle.tensors
             if trained and torch.is_grad_enabled():
-                kept.leaves[producer], tensors = enter(tensors, trained)
+                kept.leaves[producer], tensors = enter(tensors, trained, self._takes_leaves)
             entered[producer] = Bundle(tensors, meta)
         loss = None
         with self._autocast():

@@ -77,6 +77,8 @@ class SequenceProgram:
     ``seed(2 * k + 1)``.
     """
 
+    takes_leaves = True  # layers that change their input in place are given a copy
+
     def __init__(self, spec: SequenceSpec, module: nn.ModuleList) -> None:
         self.index = spec.index
         self.module: nn.Module = module

@@ -9,7 +9,7 @@ the stage that makes it to each stage that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -110,11 +110,12 @@ class StageProgram(Protocol):
     module: an nn.Module for train()/eval()/to(); its parameters need not be the original names.
     parameters, buffers: original name -> the live tensor here, owned and mirrored ones (see Split.mirrors);
         a tied parameter appears once, under its canonical name.
-    inputs_used: which of the model's inputs this stage reads the values of (see Split.inputs_used).
+    layers: the modules that this stage runs whole, one after the other; None where it has no such thing.
     """
 
     index: int
     module: nn.Module
+    layers: Sequence[nn.Module] | None
     parameters: dict[str, nn.Parameter]
 
     @property

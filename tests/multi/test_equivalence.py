@@ -176,8 +176,9 @@ def test_the_numbers_of_one_device(case: str, schedule: str, stages: int, worker
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_with_recomputation(case: str, schedule: str) -> None:
-    _check(case, "threads", schedule, 2, 2, recompute=True)
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+def test_with_recomputation(case: str, recompute: str, schedule: str) -> None:
+    _check(case, "threads", schedule, 2, 2, recompute=recompute)
 
 
 def test_a_schedule_of_the_user() -> None:
@@ -284,7 +285,7 @@ def test_evaluation_and_prediction_between_steps(case: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_dropout_does_not_depend_on_the_number_of_stages(schedule: str) -> None:
-    def run(stages: int, recompute: bool = False) -> tuple[list[float], dict[str, Any]]:
+    def run(stages: int, recompute: Any = False) -> tuple[list[float], dict[str, Any]]:
         torch.manual_seed(3)
         model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.Dropout(0.4))])
         x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -304,7 +305,7 @@ def test_dropout_does_not_depend_on_the_number_of_stages(schedule: str) -> None:
 
     losses, gradients = run(1)
     assert len(set(losses)) == 3
-    for stages, recompute in ((2, False), (4, False), (3, True)):
+    for stages, recompute in ((2, False), (4, False), (3, "stage"), (2, "layer")):
         got, other = run(stages, recompute)
         assert got == pytest.approx(losses, rel=1e-5)
         _close(gradients, other)

@@ -8,9 +8,11 @@ layer is recomputed in the backward pass.
 from __future__ import annotations
 
 import random as python_random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,6 +114,27 @@ class Generators:
         run(seed_and_watch)
         look()
         return drawn
+
+
+class Turns:
+    """Stages that share one process share its generators: one at a time may use them.
+
+    A backward uses them too, wherever an activation checkpoint sets them back; so once any stage was seen to draw,
+    backwards take turns as well.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._drawing = False
+
+    def forward(self, drawn: Drawn | None) -> AbstractContextManager[Any]:
+        """A turn for a forward that draws, or may (None)."""
+        self._drawing |= bool(drawn)
+        return self._lock if drawn is None or drawn else nullcontext()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """A turn for a backward."""
+        return self._lock if self._drawing else nullcontext()
 
 
 def _no_seed(layer: int) -> None:

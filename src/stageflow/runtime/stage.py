@@ -5,31 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from stageflow.errors import PipelineError
+from stageflow.errors import InputError, PipelineError
 from stageflow.graph import Bundle, StageGraph, StageProgram, StageResult
 from stageflow.runtime.batch import MicroBatch
 from stageflow.runtime.entry import enter
 from stageflow.runtime.loss import LossFunction, compute_loss
 from stageflow.runtime.put_off import Pending, PutOff, run_pending
-from stageflow.runtime.random import Drawn, Generators
+from stageflow.runtime.random import Drawn, Generators, Turns
+from stageflow.runtime.recompute import recompute_layers
+
+Recompute = Literal["stage", "layer"]
 
 
 @dataclass(frozen=True)
 class StageOptions:
     """What the user chose for all stages.
 
-    loss: see `compute_loss`. recompute: drop activations after F and compute them again in the backward.
+    loss: see `compute_loss`.
+    recompute: "stage" drops all activations after F and computes them again in the backward; "layer" does so layer by
+        layer; None keeps them.
     check_finite: stop at the first value that is NaN or infinite.
     autocast: dtype for `torch.autocast`, None for none.
     """
 
     loss: LossFunction | None = None
-    recompute: bool = False
+    recompute: Recompute | None = None
     check_finite: bool = False
     autocast: torch.dtype | None = None
 
@@ -87,9 +92,9 @@ class Stage:
         device: torch.device,
         options: StageOptions,
         generators: Generators,
-        exclusive: AbstractContextManager[Any] | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """exclusive: a lock held while this stage draws random numbers, where stages share one process."""
+        """turns: for stages that share this process with others."""
         self.program = program
         self.index = program.index
         self.is_output = program.index == graph.output_stage
@@ -98,9 +103,13 @@ class Stage:
         self._predecessors = graph.predecessors(program.index)
         self._device = device
         self._generators = generators
-        self._exclusive = exclusive
+        self._turns = turns
         self._drawn: dict[tuple[bool, bool], Drawn] = {}
         self._kept: dict[int, Kept] = {}
+        if options.recompute == "layer":
+            if program.layers is None:
+                raise InputError(f"stage {self.index} has no layers to recompute one by one: use recompute='stage'")
+            recompute_layers(program.layers)
         self._trains = any(p.requires_grad for p in program.parameters.values())
         self._takes_leaves = getattr(program, "takes_leaves", False)
         self._prepared = False
@@ -132,7 +141,7 @@ class Stage:
         if not train:
             with torch.no_grad():
                 return self._run(job, want_loss=False)
-        ran = self._run_forgetful(job) if self.options.recompute else self._run(job, want_loss=True)
+        ran = self._run_forgetful(job) if self.options.recompute == "stage" else self._run(job, want_loss=True)
         self._kept[microbatch] = ran.kept
         return ran
 
@@ -218,13 +227,12 @@ class Stage:
         inputs = job.inputs
         mode = (self.program.module.training, torch.is_grad_enabled())
         drawn = self._drawn.get(mode)
-        shared = self._exclusive is not None
         if drawn is not None:
             # in a process of its own a stage is keyed even if it was not seen to draw: it may yet
-            if not shared and not drawn.torch:
+            if self._turns is None and not drawn.torch:
                 drawn = Drawn(True, drawn.python, drawn.numpy)
             seed = self._generators.seeder(*job.key, job.microbatch, drawn)
-            with self._exclusive if self._exclusive is not None and drawn else nullcontext():
+            with nullcontext() if self._turns is None else self._turns.forward(drawn):
                 seed(-1)
                 return self.program.forward(inputs.args, inputs.kwargs, received, seed)
         result: list[StageResult] = []
@@ -233,7 +241,7 @@ class Stage:
             seed(-1)
             result.append(self.program.forward(inputs.args, inputs.kwargs, received, seed))
 
-        with self._exclusive if self._exclusive is not None else nullcontext():
+        with nullcontext() if self._turns is None else self._turns.forward(None):
             seed = self._generators.seeder(*job.key, job.microbatch, None)
             self._drawn[mode] = self._generators.watch(run, seed)
         return result[0]
@@ -278,7 +286,8 @@ class Stage:
             roots[id(kept.loss)] = (kept.loss, torch.full_like(kept.loss, weight))
         if roots:
             tensors, grads = zip(*roots.values(), strict=True)
-            torch.autograd.backward(tensors, grads)
+            with nullcontext() if self._turns is None else self._turns.backward():
+                torch.autograd.backward(tensors, grads)
         if kept.finish is not None:
             kept.finish()
         bundles = {}

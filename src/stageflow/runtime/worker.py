@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from stageflow.observe.recorder import Recorder
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.executor import Board, Executor, Step
 from stageflow.runtime.optimize import OptimizerOptions, StageOptimizer, agree, clip, squared_norm
-from stageflow.runtime.random import Generators
+from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.shared import SharedWeights
 from stageflow.runtime.stage import Stage, StageOptions
 from stageflow.schedule.actions import Action
@@ -104,9 +103,9 @@ class Worker:
         endpoint: Endpoint | None,
         interrupt: Interrupt,
         board: Board,
-        exclusive: threading.Lock | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """endpoint: None for a worker that is alone and gets its batches handed. exclusive: see `Stage`."""
+        """endpoint: None for a worker that is alone and gets its batches handed. turns: see `Stage`."""
         self._plan = plan
         self._rank = rank
         self._endpoint = endpoint
@@ -122,7 +121,7 @@ class Worker:
                 programs[spec.index].module.to(plan.dtype)
         self._programs = programs
         self._stages = {
-            index: Stage(program, plan.graph, self._device, plan.options, self._generators, exclusive)
+            index: Stage(program, plan.graph, self._device, plan.options, self._generators, turns)
             for index, program in programs.items()
         }
         self._shared = SharedWeights(programs, plan.owners, plan.mirrors, plan.placement, rank)

@@ -103,6 +103,7 @@ class GraphProgram:
     def __init__(self, spec: GraphSpec, module: nn.Module, device: torch.device) -> None:
         self.index = spec.index
         self.module = module
+        self.layers = None  # a graph of operations has no modules left
         state = {name: getattr(module, _key(name)) for name in spec.state}
         self.parameters: dict[str, nn.Parameter] = {n: t for n, t in state.items() if spec.state[n] == "parameter"}
         self.buffers: dict[str, Tensor] = {n: t for n, t in state.items() if spec.state[n] == "buffer"}

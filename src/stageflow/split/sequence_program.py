@@ -82,6 +82,7 @@ class SequenceProgram:
     def __init__(self, spec: SequenceSpec, module: nn.ModuleList) -> None:
         self.index = spec.index
         self.module: nn.Module = module
+        self.layers: list[nn.Module] = list(module[:-1])
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         *layers, loose = module

@@ -7,12 +7,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
 from stageflow.errors import InputError
+from stageflow.runtime.stage import Recompute
 from stageflow.schedule import Schedule
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
@@ -76,6 +77,15 @@ def check_functions(**functions: Any) -> None:
             )
         if value is not None and not callable(value):
             raise InputError(f"{name}= must be a function, got {type(value).__name__}: {value!r}")
+
+
+def check_recompute(recompute: Any) -> Recompute | None:
+    """Raise InputError for what is no way to recompute; True means whole stages."""
+    if isinstance(recompute, bool):
+        return "stage" if recompute else None
+    if recompute not in get_args(Recompute):
+        raise InputError(f"recompute={recompute!r}; expected False, 'stage' (or True) or 'layer'")
+    return recompute  # type: ignore[no-any-return]
 
 
 def positional_names(model: Model) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ The façade speaks to a `Crew` and does not know which.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from stageflow.graph import Bundle
 from stageflow.launch.base import WorkerContext, WorkerGroup
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
-from stageflow.runtime.random import Generators
+from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.worker import StateKind, StepCommand, StepReport, Worker, WorkerPlan
 from stageflow.transport.base import Tag
 from stageflow.transport.structure import unflatten
@@ -190,9 +189,9 @@ class TrainingWorker(Worker):
 class DrivenWorker:
     """The service that a driver's worker runs: first `build`, then whatever `TrainingWorker` offers."""
 
-    def __init__(self, context: WorkerContext, exclusive: threading.Lock | None = None) -> None:
+    def __init__(self, context: WorkerContext, turns: Turns | None = None) -> None:
         self._context = context
-        self._exclusive = exclusive
+        self._turns = turns
         self._worker: TrainingWorker | None = None
 
     def build(self, plan: WorkerPlan) -> None:
@@ -204,7 +203,7 @@ class DrivenWorker:
             context.endpoint(),
             context.interrupt,
             context.board,
-            self._exclusive,
+            self._turns,
         )
 
     def step(self, command: StepCommand, actions: Any) -> StepReport:

@@ -15,7 +15,7 @@ from stageflow.errors import InputError, PipelineClosed
 from stageflow.runtime.batch import Batch, cut_batch, merge_outputs
 from stageflow.runtime.loss import LossFunction
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
-from stageflow.runtime.stage import StageOptions
+from stageflow.runtime.stage import Recompute, StageOptions
 from stageflow.runtime.worker import StateKind, StepCommand
 from stageflow.schedule import Schedule
 from stageflow.split import Split, split_model
@@ -24,6 +24,7 @@ from stageflow.train.arguments import (
     as_call,
     check_functions,
     check_model,
+    check_recompute,
     count_microbatches,
     count_stages,
     model_facts,
@@ -61,7 +62,8 @@ class Pipeline:
     max_grad_norm: clip gradients to this norm over all stages.
     split, balance, boundaries: see `split_model`. example: inputs to split with; default the first batch.
     batch_dims: argument name -> dimension along which its tensors are cut (None: not cut); default see `train_step`.
-    recompute: drop a stage's activations after its forward and compute them again in its backward.
+    recompute: "stage" (or True) drops a stage's activations after its forward and computes them again in its backward;
+        "layer" does so one layer at a time; False keeps them.
     check_finite: stop at the first NaN or infinity and name its stage and micro-batch.
     launch: "processes" (of this machine), "threads" (in this process), "torchrun" (every rank runs this script);
         None: "torchrun" under torchrun, else "processes".
@@ -96,7 +98,7 @@ class Pipeline:
         boundaries: Sequence[str] | None = None,
         example: Any = None,
         batch_dims: Mapping[str, int | None] | None = None,
-        recompute: bool = False,
+        recompute: bool | Recompute = False,
         check_finite: bool = False,
         launch: Launch | None = None,
         device: str | Sequence[str] = "cpu",
@@ -124,7 +126,7 @@ class Pipeline:
         self._positional = positional_names(model)
         self._start_options: dict[str, Any] = {"devices": device, "threads": threads, "timeout": timeout}
         self._plan_options: dict[str, Any] = {
-            "options": StageOptions(loss, recompute, check_finite, autocast),
+            "options": StageOptions(loss, check_recompute(recompute), check_finite, autocast),
             "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
             "seed": seed,
             "device": "cpu",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from stageflow.launch.base import WorkerGroup
 from stageflow.launch.devices import choose_devices
 from stageflow.launch.processes import start_processes
 from stageflow.launch.threads import start_threads
+from stageflow.runtime.random import Turns
 from stageflow.runtime.worker import WorkerPlan
 from stageflow.train.crew import Crew, DrivenWorker, DriverCrew
 from stageflow.train.wiring import ProcessWiring, ThreadWiring
@@ -44,10 +44,9 @@ def start_crew(
     wiring = ThreadWiring(size + 1) if in_process else ProcessWiring(size + 1)
     try:
         if in_process:
-            lock = threading.Lock()
             # threads share the user's memory, and a stage must not train the user's own tensors
             plans = [replace(plan, specs=tuple(map(_copy, plan.specs))) for plan in plans]
-            make = partial(DrivenWorker, exclusive=lock)
+            make = partial(DrivenWorker, turns=Turns())
             group: WorkerGroup = start_threads(make, size, wiring=wiring, devices=names, timeout=timeout)
         else:
             # forked with what they will surely import, rather than each importing it again

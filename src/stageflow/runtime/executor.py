@@ -34,7 +34,6 @@ class Step:
     number: of the step, in every message. key: (seed, step) of every random draw.
     train: with backward; else forward only.
     weights: of each micro-batch's loss in the batch's.
-    splits: (stage, micro-batch) whose backward is an I and a W.
     """
 
     number: int
@@ -42,7 +41,21 @@ class Step:
     train: bool
     batch: Batch
     weights: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker's share of a schedule.
+
+    splits: (stage, micro-batch) whose backward is an I and a W.
+    """
+
+    actions: tuple[Action, ...]
     splits: frozenset[tuple[int, int]]
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> Order:
+        return cls(tuple(actions), frozenset((a.stage, a.microbatch) for a in actions if a.kind == "I"))
 
 
 @dataclass
@@ -84,7 +97,7 @@ class Executor:
             "W": self._backward_weights,
         }
 
-    def run(self, actions: Sequence[Action], step: Step, on_output: Callable[[int, Any, Any], None] | None) -> Outcome:
+    def run(self, order: Order, step: Step, on_output: Callable[[int, Any, Any], None] | None) -> Outcome:
         """Do the actions in order.
 
         on_output: called as (micro-batch, output, target) with each output of the output stage when not training.
@@ -92,10 +105,11 @@ class Executor:
         """
         outcome = Outcome()
         self._on_output = on_output
+        self._splits = order.splits
         clock, record, show = self._recorder.clock, self._recorder.record, self._board.set
         action = None
         try:
-            for action in actions:
+            for action in order.actions:
                 kind, stage, microbatch = action
                 self._interrupt.check()
                 show(str(action))
@@ -123,7 +137,7 @@ class Executor:
         }
         inputs = step.batch.microbatch(microbatch)
         start = self._recorder.clock()
-        split = (stage, microbatch) in step.splits
+        split = (stage, microbatch) in self._splits
         ran = self._stages[stage].forward(microbatch, inputs, received, step.key, train=step.train, split=split)
         for consumer, bundle in ran.bundles.items():
             self._hand_over(Tag(step.number, "F", stage, consumer, microbatch), bundle)

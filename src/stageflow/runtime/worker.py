@@ -15,7 +15,7 @@ from stageflow.graph import Bundle, StageBuilder, StageGraph
 from stageflow.observe.events import Event
 from stageflow.observe.recorder import Recorder
 from stageflow.runtime.batch import Batch
-from stageflow.runtime.executor import Board, Executor, Step
+from stageflow.runtime.executor import Board, Executor, Order, Step
 from stageflow.runtime.optimize import OptimizerOptions, StageOptimizer, agree, clip, squared_norm
 from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.shared import SharedWeights
@@ -59,7 +59,6 @@ class StepCommand:
     number: of the call, in its messages. key: of the training step, for random draws.
     mode: "train", "evaluate" (loss), "predict" (output).
     actions: this worker's order; None: the one it was given before under `schedule`.
-    splits: (stage, micro-batch) whose backward is an I and a W.
     fresh: drop gradients of earlier steps. update: let the optimizers step.
     classes: of the batch, those that can't be imported.
     """
@@ -70,7 +69,6 @@ class StepCommand:
     weights: tuple[float, ...]
     schedule: str
     actions: tuple[Action, ...] | None
-    splits: frozenset[tuple[int, int]]
     fresh: bool = True
     update: bool = True
     classes: Mapping[str, type] = field(default_factory=dict)
@@ -132,7 +130,7 @@ class Worker:
         self._trained = [p for owned in self._owned.values() for p in owned.values() if p.requires_grad]
         self._optimizers = self._make_optimizers()
         self._recorder = Recorder(rank)
-        self._orders: dict[str, tuple[Action, ...]] = {}
+        self._orders: dict[str, Order] = {}
         self._executor = Executor(
             self._stages, plan.graph, plan.placement, endpoint, interrupt, board, self._recorder, plan.timeout
         )
@@ -182,8 +180,8 @@ class Worker:
         batch: the whole batch; None: it comes through the endpoint, with tag kind "in".
         """
         if command.actions is not None:
-            self._orders[command.schedule] = command.actions
-            if command.splits:
+            self._orders[command.schedule] = Order.of(command.actions)
+            if self._orders[command.schedule].splits:
                 for stage in self._stages.values():
                     stage.prepare_split_backward()
         if self._endpoint is not None:
@@ -211,7 +209,7 @@ class Worker:
 
     def _train(self, command: StepCommand, batch: Batch) -> StepReport:
         plan = self._plan
-        step = Step(command.number, (plan.seed, command.key), True, batch, command.weights, command.splits)
+        step = Step(command.number, (plan.seed, command.key), True, batch, command.weights)
         outcome = self._executor.run(self._orders[command.schedule], step, None)
         report = StepReport(peak_in_flight=outcome.peak_in_flight)
         if outcome.losses:
@@ -258,7 +256,7 @@ class Worker:
                 tag = Tag(command.number, "out", self._plan.graph.output_stage, -1, microbatch)
                 self._endpoint.send(self._plan.n_workers, tag, Bundle(*flat))
 
-        step = Step(command.number, (self._plan.seed, command.key), False, batch, command.weights, frozenset())
+        step = Step(command.number, (self._plan.seed, command.key), False, batch, command.weights)
         with self._evaluating():
             self._executor.run(self._orders[command.schedule], step, on_output)
         if losses:

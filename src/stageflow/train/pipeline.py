@@ -34,7 +34,7 @@ from stageflow.train.arguments import (
 from stageflow.train.blueprint import Blueprint
 from stageflow.train.crew import Crew, StepResult
 from stageflow.train.reduction import Reduction, check_reduction, loss_weights
-from stageflow.train.report import StepView, describe, split_backwards
+from stageflow.train.report import StepView, describe
 from stageflow.train.start import Launch, choose_launch, start_crew
 from stageflow.train.state import check_state, parts_for, whole_state
 
@@ -211,7 +211,6 @@ class Pipeline:
             weights=weights,
             schedule=f"{'train' if mode == 'train' else 'forward'}-{len(sizes)}",
             actions=None,
-            splits=split_backwards(self._schedule_of(mode, len(sizes))),
             fresh=self._fresh,
             update=update,
             classes=not_importable(batch.classes),
@@ -373,7 +372,10 @@ class Pipeline:
 
     @property
     def last_step(self) -> StepView:
-        """Times, bubble and memory of the last train_step. Raises InputError before the first."""
+        """Times, bubble and memory of the last train_step. Raises InputError before the first.
+
+        Under torchrun all ranks must ask, as for everything that needs the workers.
+        """
         if self._last is None:
             raise InputError("no train_step has run yet, so there is nothing to look at")
         if not self._last.events:
@@ -392,7 +394,7 @@ class Pipeline:
         """Stages, owners, parameters, schedule, expected bubble."""
         if self._closed is None:
             self._start_from_example()
-        return describe(self)
+        return describe(repr(self), self.schedule, self._blueprint.split)
 
     __str__ = describe
 
@@ -408,6 +410,10 @@ class Pipeline:
         )
 
     # ----------------------------------------------------------------------------------------------------- end
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes that each worker holds now: "parameters", "gradients", "optimizer"."""
+        return self._require_crew("memory()").ask("memory")
 
     @property
     def usable(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 from stageflow.observe.chrome import write_chrome_trace
 from stageflow.observe.events import COMPUTE_KINDS, Event
@@ -14,9 +13,7 @@ from stageflow.observe.metrics import Summary, summarize
 from stageflow.observe.timeline import render_html, render_text
 from stageflow.runtime.worker import StepReport
 from stageflow.schedule import Costs, Schedule, Simulation
-
-if TYPE_CHECKING:
-    from stageflow.train.pipeline import Pipeline
+from stageflow.split import Split
 
 
 @dataclass
@@ -102,22 +99,22 @@ def expected_bubble(schedule: Schedule, forward: Sequence[float]) -> float:
     return summarize(simulation.events(), schedule.n_workers).bubble
 
 
-def describe(pipe: Pipeline) -> str:
-    """Stages, owners, parameters, schedule and expected bubble of a pipeline, as a table."""
-    schedule = pipe.schedule
-    lines = [repr(pipe)]
-    if pipe.is_built:
-        split = pipe.split
+def describe(name: str, schedule: Schedule, split: Split | None) -> str:
+    """Stages, owners, parameters, memory, schedule and expected bubble of a pipeline, as a table."""
+    lines = [name]
+    if split is not None:
         costs = split.costs()
         lines.append(split.describe())
-        lines.append(
-            "workers: " + ", ".join(f"{w}: stages {list(schedule.stages_of(w))}" for w in range(schedule.n_workers))
-        )
+        for worker in range(schedule.n_workers):
+            stages = schedule.stages_of(worker)
+            held = {name for stage in stages for name in (*split.parameter_names(stage), *split.mirrored_names(stage))}
+            size = sum(split.tensors[name].nbytes for name in held)
+            lines.append(f"worker {worker}: stage {', '.join(map(str, stages))}; parameters {_size(size)}")
     else:
-        costs = [1.0] * pipe.stages
+        costs = [1.0] * schedule.n_stages
         lines.append("not split yet: that happens with the first batch, or with example= inputs")
     peaks = schedule.validate().peak_activations
-    bubble = expected_bubble(schedule, costs if sum(costs) else [1.0] * pipe.stages)
+    bubble = expected_bubble(schedule, costs if sum(costs) else [1.0] * schedule.n_stages)
     lines.append(
         f"schedule {schedule.name}: {schedule.microbatches} micro-batches, expected bubble {bubble:.1%}, at most "
         f"{max(peaks)} activations kept on a worker"
@@ -125,6 +122,11 @@ def describe(pipe: Pipeline) -> str:
     return "\n".join(lines)
 
 
-def split_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """(stage, micro-batch) whose backward is an I and a W."""
-    return frozenset((a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "I")
+def _size(count: int) -> str:
+    """Bytes as people read them."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

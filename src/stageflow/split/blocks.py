@@ -44,12 +44,12 @@ def cut(request: Request) -> Split:
         torch.manual_seed(0)  # a forward that leaves layers out by chance should be seen the same way each time
         with torch.set_grad_enabled(not hollow):
             trace = _trace(work, request)
-        flow = Flow(trace)
-        atoms = [event for event in trace.events if event.is_atom]
-        costs, unit = _costs(request.model if hollow else work, atoms, request)
-    bounds = _choose(request, flow, atoms, costs)
-    needs = flow.needs([atoms[b].number for b in bounds[1:-1]], request.stages)
-    return _assemble(request, census, trace, flow, needs, atoms, costs, unit, cached)
+        pieces = _pieces(trace, request.stages)
+        costs, unit = _costs(request.model if hollow else work, pieces, request)
+    flow = Flow(trace)
+    bounds = _choose(request, flow, pieces, costs)
+    needs = flow.needs([pieces[b].number for b in bounds[1:-1]], request.stages)
+    return _assemble(request, census, trace, flow, needs, pieces, costs, unit, cached)
 
 
 def _trace(work: nn.Module, request: Request) -> Trace:
@@ -82,19 +82,25 @@ def _possible(trace: Trace) -> int:
     return sum(event.is_atom and event.number not in forbidden for event in trace.events)
 
 
+def _pieces(trace: Trace, stages: int) -> list[Event]:
+    """The events before which a cut may be: calls of atoms; if these are too few, also the uses of bare parameters."""
+    enough = _possible(trace) >= stages
+    return [event for event in trace.events if event.is_atom or (not enough and event.parameter is not None)]
+
+
 def _choose(request: Request, flow: Flow, atoms: list[Event], costs: list[float]) -> list[int]:
     forbidden = flow.forbidden()
     allowed = {k for k, event in enumerate(atoms) if k and event.number not in forbidden}
     try:
-        return request.choose_cuts([event.name for event in atoms], costs, allowed)
+        return request.choose_cuts([event.label for event in atoms], costs, allowed)
     except SplitError as problem:
         reasons = sorted({reason for event in atoms if (reason := forbidden.get(event.number))})
         raise SplitError("; ".join([str(problem), *reasons[:3]])) from None
 
 
 def _costs(work: nn.Module, atoms: list[Event], request: Request) -> tuple[list[float], str]:
-    sizes = [float(sum(p.numel() for p in work.get_submodule(event.name).parameters())) for event in atoms]
-    if request.balance == "parameters":
+    sizes = [_size(work, event) for event in atoms]
+    if request.balance == "parameters" or not all(event.is_atom for event in atoms):
         return sizes, "parameters"
     samples: list[list[float]] = [[] for _ in atoms]
     kinds = [_kind(work, event) for event in atoms]
@@ -106,6 +112,12 @@ def _costs(work: nn.Module, atoms: list[Event], request: Request) -> tuple[list[
             seconds, _ = timed(lambda e, m=module: m(*e[0], **e[1]), event.example, module.parameters(), number > 0)
             samples[number].append(seconds)
     return smooth(samples, kinds), "s"
+
+
+def _size(work: nn.Module, piece: Event) -> float:
+    if piece.is_atom:
+        return float(sum(p.numel() for p in work.get_submodule(piece.name).parameters()))
+    return float(sum(v.tensor.numel() for v in piece.uses if v.key.startswith("s:")))
 
 
 def _kind(work: nn.Module, event: Event) -> object:
@@ -146,7 +158,8 @@ def _assemble(
         plan = Plan(
             index=stage,
             n_stages=stages,
-            stage_of={(e.name, e.call or 0): needs.stage_of[e.number] for e in atoms},
+            stage_of={(e.name, e.call): needs.stage_of[e.number] for e in atoms if e.call is not None},
+            end=_end(trace, needs, stage),
             opened=trace.opened,
             names=tuple(e.name for e in trace.events),
             choices={e.number: e.outcome.outline for e in trace.events if e.extracts},
@@ -175,7 +188,7 @@ def _assemble(
         mirrors=mirrors,
         aliases=census.aliases,
         inputs_used=[_inputs_used(request, needs.inputs[s], any(cautious)) for s in range(stages)],
-        layers=[LayerInfo(e.name, c, needs.stage_of[e.number]) for e, c in zip(atoms, costs, strict=True)],
+        layers=[LayerInfo(e.label, c, needs.stage_of[e.number]) for e, c in zip(atoms, costs, strict=True)],
         tensors=census.tensors,
         unit=unit,
     )
@@ -185,8 +198,9 @@ def _holders(model: nn.Module, census: Any, trace: Trace, needs: Needs, atoms: l
     """Per stage, the first names of the parameters and buffers it holds."""
     holders = [{census.first_name(name) for name in states} for states in needs.states]
     for event in atoms:
-        holders[needs.stage_of[event.number]].update(_names_within(model, event.name, census))
-    called = {event.name for event in atoms}
+        if event.is_atom:
+            holders[needs.stage_of[event.number]].update(_names_within(model, event.name, census))
+    called = {event.name for event in atoms if event.is_atom}
     last = 0
     for path in trace.atom_paths:  # in the model's order
         if path in called:
@@ -198,6 +212,12 @@ def _holders(model: nn.Module, census: Any, trace: Trace, needs: Needs, atoms: l
             holder.update(names)
     holders[0] |= census.tensors.keys() - set().union(*holders)  # never used, but it has to be somewhere
     return holders
+
+
+def _end(trace: Trace, needs: Needs, stage: int) -> int | None:
+    """The event at which a stage ends, where that is no call of an atom."""
+    first = next((n for n, s in enumerate(needs.stage_of) if s > stage), None)
+    return None if first is None or trace.events[first].is_atom else first
 
 
 def _names_within(model: nn.Module, path: str, census: Any) -> set[str]:

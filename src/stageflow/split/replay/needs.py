@@ -131,7 +131,7 @@ class Flow:
                     result.states[stage].add(value.key[2:])
             elif value.key.startswith("i"):
                 result.inputs[stage].add(int(value.key[1:]))
-            elif value.key.startswith("c") or stage_of[value.born] == stage and value not in self.cheap:
+            elif value.key.startswith("c") or (stage_of[value.born] == stage and value not in self.cheap):
                 pass
             elif value in self.cheap:
                 sources = [self.maker[value], *self.changers[value]]

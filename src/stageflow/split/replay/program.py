@@ -16,7 +16,7 @@ from stageflow.errors import SplitError
 from stageflow.graph import Bundle, StageProgram, StageResult
 from stageflow.split.deferred import DeferredModel
 from stageflow.split.replay.ghost import Ghost, GhostTouched
-from stageflow.split.replay.interception import Stand, StageExit, intercept, tensors_in, walk_atoms
+from stageflow.split.replay.interception import StageExit, Stand, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
 from stageflow.split.replay.run import Run
 from stageflow.split.replay.travel import has_hooks, pack, unpack
@@ -31,6 +31,7 @@ class Plan:
     """What one stage has to know of the split.
 
     stage_of: (path, how many-th call) of every atom call seen in the trace -> its stage.
+    end: the event at which the next stage begins, where that is no call of an atom.
     opened: modules that are taken apart.
     names: of the trace's events.
     choices: event -> outline of what it gave to Python that depends on data; the trace is typical while these recur.
@@ -42,6 +43,7 @@ class Plan:
     index: int
     n_stages: int
     stage_of: dict[tuple[str, int], int]
+    end: int | None
     opened: frozenset[str]
     names: tuple[str, ...]
     choices: dict[int, str]
@@ -182,8 +184,12 @@ class ReplayProgram:
                 self._buffer_places.setdefault(first, (model.get_submodule(path), last))
         self._first_names = first_names
         self._stand = Stand()
+        self.layers: list[nn.Module] = []
+        here = {path for (path, _), stage in plan.stage_of.items() if stage == plan.index}
         for path, module in walk_atoms(model, plan.opened):
             intercept(module, path, self._stand)
+            if path in here:
+                self.layers.append(module)
         self._read: dict[str, Log] = {}
         self._written: dict[tuple[str, tuple[str, ...], tuple[Outcome, ...]], str] = {}
         self._expected: dict[Any, tuple[Log, str]] = {}

@@ -34,7 +34,8 @@ def _walk(frame: FrameType | None, stop: FrameType, model: nn.Module) -> Iterato
     seen: set[int] = set()
     todo = [v for module in model.modules() for k, v in vars(module).items() if k not in _MODULE_TABLES]
     while frame is not None and frame is not stop:
-        todo.extend(frame.f_locals.values())
+        if not _is_machinery(frame):
+            todo.extend(frame.f_locals.values())
         frame = frame.f_back
     while todo:
         item = todo.pop()
@@ -63,9 +64,15 @@ def _held_by(item: Any) -> Iterable[Any]:
     if isinstance(item, functools.partial):
         return [item.func, item.args, item.keywords]
     if isinstance(item, GeneratorType):
-        return item.gi_frame.f_locals.values() if item.gi_frame is not None else ()
+        frame = item.gi_frame
+        return frame.f_locals.values() if frame is not None and not _is_machinery(frame) else ()
     if isinstance(item, (nn.Module, ModuleType)):
         return ()
     held = list(item.__dict__.values()) if isinstance(getattr(item, "__dict__", None), dict) else []
     slots = [name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(item, name)]
     return held + [getattr(item, name) for name in slots]
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """Whether this is torch's own code around the model's, such as that of activation checkpoints."""
+    return frame.f_globals.get("__name__", "").startswith(("torch.utils.", "torch.autograd.", "torch._"))

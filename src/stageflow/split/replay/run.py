@@ -14,7 +14,7 @@ from torch import Tensor
 from stageflow.errors import FrameError, SplitError
 from stageflow.split.replay.ghost import METADATA, Ghost, GhostTouched, become, has_ghost
 from stageflow.split.replay.interception import StageExit, Timeline, draws, name_of, open_iteration, tensors_in
-from stageflow.split.replay.log import OPAQUE, Fresh, Log, Outcome, conjure, describe, raised
+from stageflow.split.replay.log import OPAQUE, Fresh, Outcome, conjure, describe, raised
 from stageflow.split.replay.reach import reachable
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Run(Timeline):
         self._past = len(self.log.names)
         self._index = program.index
         self._stage_of = program.plan.stage_of
+        self._end = sys.maxsize if program.plan.end is None else program.plan.end
         self._calls: dict[str, int] = defaultdict(int)
         self._born: dict[int, tuple[weakref.ref[Tensor] | None, ...]] = {}
         self._born_without_grad: list[tuple[int, tuple[weakref.ref[Tensor] | None, ...]]] = []
@@ -90,6 +91,9 @@ class Run(Timeline):
         random = draws(name)
         number = self.count
         if self.live:
+            if number >= self._end:
+                self.leave()
+                raise StageExit
             result = self._present_function(number, name, func, args, kwargs)
         else:
             result = self._past_function(number, name, random, func, args, kwargs)
@@ -101,7 +105,7 @@ class Run(Timeline):
         self._calls[path] = call + 1
         number = self.count
         if self.live:
-            if self._stage_of.get((path, call), 0) > self._index:
+            if self._stage_of.get((path, call), 0) > self._index or number >= self._end:
                 self.leave()
                 raise StageExit
             result = self.run_inside(forward, args, kwargs)

@@ -32,7 +32,6 @@ from stageflow.split.replay.log import OPAQUE, Outcome, describe, raised
 from stageflow.split.replay.reach import contents
 from stageflow.split.state import named_state
 
-
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _REENTRANT = CheckpointFunction.forward.__code__
 
@@ -79,6 +78,17 @@ class Event:
     @property
     def is_atom(self) -> bool:
         return self.call is not None
+
+    @property
+    def parameter(self) -> str | None:
+        """The first parameter that a torch function takes directly."""
+        states = (v.key[2:] for v in self.uses if v.key.startswith("s:") and isinstance(v.tensor, nn.Parameter))
+        return None if self.is_atom else next(states, None)
+
+    @property
+    def label(self) -> str:
+        """What to call it where the user sees it."""
+        return self.parameter or self.name
 
     @property
     def by_autograd(self) -> bool:

@@ -41,13 +41,21 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _named(module: str, *path: str) -> Any:
+    value = importlib.import_module(module)
+    for name in path:
+        value = getattr(value, name)
+    return value
 
 
-def _name_of(variable: ContextVar[Any]) -> tuple[str, str]:
-    for path, module in list(sys.modules.items()):
+def _name_of(variable: ContextVar[Any]) -> tuple[str, ...]:
+    """Where a module holds the variable, itself or in an attribute of an object."""
+    for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is variable:
-                return path, name
+                return module_name, name
+            if type(value).__module__ == module_name and isinstance(getattr(value, "__dict__", None), dict):
+                attribute = next((k for k, v in value.__dict__.items() if v is variable), None)
+                if attribute is not None:
+                    return module_name, name, attribute
     raise pickle.PicklingError(f"{variable!r}, which a hook of the model uses, belongs to no imported module")

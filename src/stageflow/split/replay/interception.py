@@ -140,7 +140,14 @@ def open_iteration(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 
 # Draw from the random generators, whatever their arguments (dropout, say, also with p = 0).
 _RANDOM_NAMES = frozenset(
-    ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "poisson", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "rrelu", "rrelu_", "gumbel_softmax", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "scaled_dot_product_attention", "multi_head_attention_forward", "trunc_normal_", "xavier_uniform_", "native_dropout", "fractional_max_pool2d", "fractional_max_pool3d"]
+    {
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
+        "dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "bernoulli", "bernoulli_",
+        "multinomial", "normal", "normal_", "poisson", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
+        "log_normal_", "rrelu", "rrelu_", "gumbel_softmax", "rand", "rand_like", "randn", "randn_like", "randint",
+        "randint_like", "randperm", "scaled_dot_product_attention", "multi_head_attention_forward", "trunc_normal_",
+        "xavier_uniform_", "native_dropout", "fractional_max_pool2d", "fractional_max_pool3d",
+    }
 )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,8 +44,7 @@ def cut(request: Request) -> Split:
     if hollow:
         buffers = {census.first_name(name) for name, _, kind in named_state(work) if kind == "buffer"}
         haunt(work, buffers, census.aliases, CPU)
-    with undisturbed(work):
-        torch.manual_seed(0)  # a forward that leaves layers out by chance should be seen the same way each time
+    with undisturbed(work), _own_chance():
         with torch.set_grad_enabled(not hollow):
             trace = _trace(work, request)
         pieces = _pieces(trace, request.stages)
@@ -50,6 +53,20 @@ def cut(request: Request) -> Split:
     bounds = _choose(request, flow, pieces, costs)
     needs = flow.needs([pieces[b].number for b in bounds[1:-1]], request.stages)
     return _assemble(request, census, trace, flow, needs, pieces, costs, unit, cached)
+
+
+@contextmanager
+def _own_chance() -> Iterator[None]:
+    """Random numbers of our own: a forward that leaves layers out by chance is to be seen the same way each time."""
+    states = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _trace(work: nn.Module, request: Request) -> Trace:
@@ -153,6 +170,7 @@ def _assemble(
     owners, mirrors = assign_owners(census, holders)
     edges = {(s, s + 1) for s in range(stages - 1)} | set(needs.sends)
     cautious = _cautious(trace, needs, stages)
+    within = flow.within_checkpoints()
     specs = []
     for stage in range(stages):
         plan = Plan(
@@ -167,6 +185,8 @@ def _assemble(
             cautious=cautious[stage],
             common=frozenset(v.key for v in flow.cheap),
             classes=trace.classes,
+            draws_unseen=trace.draws_unseen,
+            within_checkpoints=within,
         )
         part = request.deferred
         if part is None:
@@ -226,6 +246,8 @@ def _names_within(model: nn.Module, path: str, census: Any) -> set[str]:
 
 def _cautious(trace: Trace, needs: Needs, stages: int) -> list[bool]:
     """Per stage, whether the model still decides by data once the stage is over."""
+    if trace.draws_unseen:
+        return [True] * (stages - 1) + [False]
     last = max((e.number for e in trace.events if e.extracts), default=-1)
     stage = needs.stage_of[last] if last >= 0 else -1
     return [s < stage for s in range(stages)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -117,7 +118,12 @@ class Line:
 
 
 def seed_of(key: int) -> Callable[[int], None]:
-    return lambda layer: torch.default_generator.manual_seed(1 + layer + 100_003 * (key + 1))  # type: ignore[return-value]
+    def seed(layer: int) -> None:
+        number = 1 + layer + 100_003 * (key + 1)
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+
+    return seed
 
 
 def hide(inputs: Inputs, used: InputsUsed | None) -> Inputs:

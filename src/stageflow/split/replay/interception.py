@@ -14,6 +14,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from stageflow.split.replay.ghost import Ghost
 
 
+_REMEMBERED = 1 << 16  # keys of atoms within checkpoints, of all micro-batches in flight
+
+
 class StageExit(BaseException):
     """Ends a replay where the next stage's part begins. No Exception, lest the model's own code catch it."""
 
@@ -66,9 +69,27 @@ class Stand:
     """Where intercepted modules find the timeline that is running; None lets them run as ever.
 
     They do so in a backward pass, too, when activation checkpointing calls them again.
+
+    again: what was called to key the random numbers after an atom within a long checkpoint, by the key before: so that
+        what follows it draws the same once more. Checkpointing itself restores only the state at its beginning.
     """
 
-    current: Timeline | None = None
+    def __init__(self) -> None:
+        self.current: Timeline | None = None
+        self.again: dict[int, Callable[[], None]] = {}
+
+    def key_after(self, seed: Callable[[], None]) -> None:
+        """Call ``seed``, and remember to call it again."""
+        if len(self.again) >= _REMEMBERED:
+            del self.again[next(iter(self.again))]
+        self.again[torch.default_generator.initial_seed()] = seed
+        seed()
+
+    def key_again(self) -> None:
+        """What `key_after` did the first time."""
+        seed = self.again.get(torch.default_generator.initial_seed())
+        if seed is not None:
+            seed()
 
 
 def intercept(module: nn.Module, path: str, stand: Stand) -> Callable[[], None]:
@@ -83,7 +104,12 @@ def intercept(module: nn.Module, path: str, stand: Stand) -> Callable[[], None]:
         # The class is asked at each call: the split backward changes it after this was set up.
         plain = own or type(module).forward.__get__(module)
         timeline = stand.current
-        if timeline is None or timeline.inside:
+        if timeline is None:
+            result = plain(*args, **kwargs)
+            if stand.again:
+                stand.key_again()
+            return result
+        if timeline.inside:
             return plain(*args, **kwargs)
         return timeline.atom(path, plain, args, kwargs)
 

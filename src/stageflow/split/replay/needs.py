@@ -63,6 +63,15 @@ class Flow:
         known = {v for event in self.trace.events for v in event.makes}
         return {v for v in known | set(self.trace.inputs) | set(self.trace.states.values()) if v not in expensive}
 
+    def within_checkpoints(self) -> frozenset[int]:
+        """Events that share an activation checkpoint with others that matter."""
+        regions: dict[int, list[int]] = defaultdict(list)
+        for event in self.trace.events:
+            for region in event.region:
+                if event.is_atom or event.makes:
+                    regions[region].append(event.number)
+        return frozenset(number for numbers in regions.values() if len(numbers) > 1 for number in numbers)
+
     def forbidden(self) -> dict[int, str]:
         """Events right before which no cut may be, with the reason."""
         found: dict[int, str] = {}

@@ -38,6 +38,9 @@ class Plan:
     sends: consumer -> keys of the values it needs, as seen in the trace.
     cautious: the model decides by data after this stage, so that the trace can't tell what later stages need.
     common: keys of values that every stage makes by itself.
+    classes: of the values, for those that can't be found by name.
+    draws_unseen: forward draws random numbers from Python's or numpy's generators.
+    within_checkpoints: events that share an activation checkpoint with others.
     """
 
     index: int
@@ -51,6 +54,8 @@ class Plan:
     cautious: bool
     common: frozenset[str]
     classes: dict[str, type]
+    draws_unseen: bool
+    within_checkpoints: frozenset[int]
 
 
 @dataclass
@@ -183,11 +188,11 @@ class ReplayProgram:
                 path, _, last = name.rpartition(".")
                 self._buffer_places.setdefault(first, (model.get_submodule(path), last))
         self._first_names = first_names
-        self._stand = Stand()
+        self.stand = Stand()
         self.layers: list[nn.Module] = []
         here = {path for (path, _), stage in plan.stage_of.items() if stage == plan.index}
         for path, module in walk_atoms(model, plan.opened):
-            intercept(module, path, self._stand)
+            intercept(module, path, self.stand)
             if path in here:
                 self.layers.append(module)
         self._read: dict[str, Log] = {}
@@ -224,7 +229,7 @@ class ReplayProgram:
         text = received[self.index - 1].meta if self.index else ""
         look = text or _look(args, kwargs)
         run = Run(self, text, look, _values(received), seed)
-        outer, self._stand.current = self._stand.current, run
+        outer, self.stand.current = self.stand.current, run
         try:
             with run:
                 run.begin()
@@ -235,7 +240,7 @@ class ReplayProgram:
         except GhostTouched as problem:
             raise SplitError(self._explain(problem, run)) from problem
         finally:
-            self._stand.current = outer
+            self.stand.current = outer
             self._restore_ghosts()
         if self.index == self.plan.n_stages - 1:
             self._check_output(output, run)

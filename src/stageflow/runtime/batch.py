@@ -107,13 +107,16 @@ class Batch:
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, device: torch.device, classes: dict[str, type]) -> Batch:
-        """The other end of `bundle`: tensors on the device, unwanted ones as forms without content."""
+        """The other end of `bundle`: tensors on the device, unwanted ones on the meta device.
+
+        So a stage can't take values that it was not given for true ones, zeros for instance.
+        """
         tensors: dict[str, Tensor] = {}
         forms = bundle.meta["forms"]
         for name in bundle.meta["order"]:
             if name in forms:
                 shape, dtype = forms[name]
-                tensors[name] = torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             else:
                 tensors[name] = bundle.tensors[name].to(device, non_blocking=True)
         return cls(tensors, Layout.from_plain(bundle.meta["layout"]), classes)

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from stageflow.split.replay.ghost import Ghost
 
-
 _REMEMBERED = 1 << 16  # keys of atoms within checkpoints, of all micro-batches in flight
 
 
@@ -143,25 +142,23 @@ def tensors_in(value: Any, found: list[Tensor] | None = None) -> list[Tensor]:
     return found
 
 
-def name_of(func: Any) -> str:
-    """The name of a torch function, for messages and to compare timelines."""
-    name = _NAMES.get(func)
-    if name is None:
+def known(func: Any) -> tuple[str, bool]:
+    """The name of a torch function, to compare timelines and for messages; and whether it may draw random numbers."""
+    found = _KNOWN.get(func)
+    if found is None:
         name = getattr(func, "__name__", None) or str(func)
         if name in ("__get__", "__set__"):
             name = f"{getattr(func.__self__, '__name__', '')}.{name}"
-        _NAMES[func] = name
-    return name
+        found = _KNOWN[func] = name, name in _RANDOM_NAMES
+    return found
 
 
-_NAMES: dict[Any, str] = {}
+_KNOWN: dict[Any, tuple[str, bool]] = {}  # there are only so many torch functions
 
 
-def open_iteration(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]] | None:
-    """Iterating over a tensor gives an iterator, which is no value; what it iterates over is."""
-    if func is Tensor.__iter__:
-        return Tensor.unbind, (args[0], 0), iter
-    return None
+def over_what(func: Any) -> Any:
+    """What to call instead of a function that iterates over a tensor: an iterator is no value, a tuple is."""
+    return Tensor.unbind if func is Tensor.__iter__ else None
 
 
 # Draw from the random generators, whatever their arguments (dropout, say, also with p = 0).
@@ -175,11 +172,6 @@ _RANDOM_NAMES = frozenset(
         "xavier_uniform_", "native_dropout", "fractional_max_pool2d", "fractional_max_pool3d",
     }
 )
-
-
-def draws(name: str) -> bool:
-    """Whether a torch function of this name may draw random numbers."""
-    return name in _RANDOM_NAMES
 
 
 def walk_atoms(model: nn.Module, opened: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from stageflow.split.deferred import DeferredModel
 from stageflow.split.replay.ghost import Ghost, GhostTouched
 from stageflow.split.replay.interception import StageExit, Stand, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
+from stageflow.split.replay.reach import reachable
 from stageflow.split.replay.run import Run
 from stageflow.split.replay.travel import has_hooks, pack, unpack
 from stageflow.split.spec import StageSpec
@@ -199,11 +201,10 @@ class ReplayProgram:
         self._written: dict[tuple[str, tuple[str, ...], tuple[Outcome, ...]], str] = {}
         self._expected: dict[Any, tuple[Log, str]] = {}
         self._typical: dict[str, bool] = {}
-        self.ghost_states = [
-            (module, name, table, tensor)
+        self.ghost_buffers = [
+            (name, module._buffers, tensor)
             for module in model.modules()
-            for table in (module._buffers,)
-            for name, tensor in table.items()
+            for name, tensor in module._buffers.items()
             if isinstance(tensor, Ghost)
         ]
 
@@ -234,7 +235,7 @@ class ReplayProgram:
             with run:
                 run.begin()
                 output = self.module(*args, **kwargs)
-            run.leave()
+            run.leave(output)
         except StageExit:
             output = None
         except GhostTouched as problem:
@@ -259,6 +260,22 @@ class ReplayProgram:
             log = self._read[text] = Log.from_text(text)
         return log
 
+    def keep(self, run: Run, output: Any) -> None:
+        """Hold on to what is to be sent, at the end of a run and within its frames."""
+        if self.index == self.plan.n_stages - 1:
+            return
+        log, run.text = self._write_log(run)
+        typical = self._is_typical(run.text, log)
+        for wanted in self.plan.sends.values():
+            found = {key: run.find(key) for key in wanted}
+            run.kept.update((key, tensor) for key, tensor in found.items() if tensor is not None)
+        if self.plan.cautious or not typical:
+            held = reachable(sys._getframe(1), ReplayProgram.forward.__code__, self.module, output)
+            common = self.plan.common if typical else frozenset()
+            alive = [(key, t) for key, t in (*run.arrived.items(), *run.record.values()) if id(t) in held]
+            run.spare = [key for key, _ in alive if key not in common]
+            run.kept.update((key, t) for key, t in alive if key not in common)
+
     def _bundles(self, run: Run) -> dict[int, Bundle]:
         bundles = {
             consumer: Bundle({key: run.kept[key] for key in wanted if key in run.kept})
@@ -266,20 +283,20 @@ class ReplayProgram:
         }
         chain = bundles.setdefault(self.index + 1, Bundle())
         chain.meta = run.text
-        chain.tensors.update(run.spare)
+        chain.tensors.update((key, run.kept[key]) for key in run.spare)
         return bundles
 
     def expect(self, look: Any) -> tuple[Log, str] | None:
         """The log that the last run on inputs like these left, as itself and as text."""
         return self._expected.get(look)
 
-    def write_log(self, run: Run) -> tuple[Log, str]:
+    def _write_log(self, run: Run) -> tuple[Log, str]:
         """The log up to the end of a run, as itself and as text."""
-        if run.as_expected():
-            assert run.expected is not None
+        if run.expected is not None and run.record.is_as_expected():
             return run.expected
-        log = Log(run.log.names + tuple(run.names), run.log.outcomes + tuple(run.outcomes))
-        place = (run.before, tuple(run.names), tuple(run.outcomes))
+        names, outcomes = tuple(run.record.names), tuple(run.record.outcomes)
+        log = Log(run.log.names + names, run.log.outcomes + outcomes)
+        place = (run.before, names, outcomes)
         text = self._written.get(place)
         if text is None:
             if len(self._written) >= MEMORY:
@@ -290,7 +307,7 @@ class ReplayProgram:
         self._expected[run.look] = (log, text)
         return log, text
 
-    def is_typical(self, text: str, log: Log) -> bool:
+    def _is_typical(self, text: str, log: Log) -> bool:
         """Whether a timeline so far took the path of the trace."""
         typical = self._typical.get(text)
         if typical is None:
@@ -306,12 +323,12 @@ class ReplayProgram:
     # -- state
 
     def _restore_ghosts(self) -> None:
-        for _, name, table, ghost in self.ghost_states:
+        for name, table, ghost in self.ghost_buffers:
             table[name] = ghost
 
-    def state_value(self, key: str) -> Tensor | None:
-        """The buffer with key "s:name", as it is now."""
-        place = self._buffer_places.get(key[2:])
+    def buffer_now(self, name: str) -> Tensor | None:
+        """A buffer of this stage, as it is now."""
+        place = self._buffer_places.get(name)
         return None if place is None else getattr(*place)
 
     # -- errors

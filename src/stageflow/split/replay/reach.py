@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 _LEAVES = (int, float, complex, str, bytes, type(None), type)
 
 
-def reachable(frame: FrameType | None, stop: FrameType, model: nn.Module) -> set[int]:
-    """Ids of the tensors that frames from ``frame`` out to ``stop``, or attributes of the model's modules, lead to."""
-    return {id(item) for item in _walk(frame, stop, model) if isinstance(item, Tensor)}
+def reachable(frame: FrameType | None, stop: CodeType, model: nn.Module, more: Any = None) -> set[int]:
+    """Ids of the tensors that frames from ``frame`` out to the one that runs ``stop``, attributes of the model's
+    modules, or ``more`` lead to."""
+    return {id(item) for item in _walk(frame, stop, model, more) if isinstance(item, Tensor)}
 
 
-def contents(frame: FrameType | None, stop: FrameType, model: nn.Module) -> dict[int, tuple[Any, tuple[int, ...]]]:
+def contents(frame: FrameType | None, stop: CodeType, model: nn.Module) -> dict[int, tuple[Any, tuple[int, ...]]]:
     """The lists, dicts and sets that code can get at: id -> (the container, ids of what is in it)."""
     return {
         id(item): (item, tuple(map(id, _held_by(item))))
@@ -30,10 +31,11 @@ def contents(frame: FrameType | None, stop: FrameType, model: nn.Module) -> dict
     }
 
 
-def _walk(frame: FrameType | None, stop: FrameType, model: nn.Module) -> Iterator[Any]:
+def _walk(frame: FrameType | None, stop: CodeType, model: nn.Module, more: Any = None) -> Iterator[Any]:
     seen: set[int] = set()
     todo = [v for module in model.modules() for k, v in vars(module).items() if k not in _MODULE_TABLES]
-    while frame is not None and frame is not stop:
+    todo.append(more)
+    while frame is not None and frame.f_code is not stop:
         if not _is_machinery(frame):
             todo.extend(frame.f_locals.values())
         frame = frame.f_back

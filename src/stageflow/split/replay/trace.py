@@ -22,15 +22,14 @@ from stageflow.split.replay.ghost import METADATA, Ghost
 from stageflow.split.replay.interception import (
     Stand,
     Timeline,
-    draws,
     intercept,
+    known,
     lend,
-    name_of,
-    open_iteration,
+    over_what,
     tensors_in,
     walk_atoms,
 )
-from stageflow.split.replay.log import OPAQUE, Outcome, describe, raised
+from stageflow.split.replay.log import NOTHING, OPAQUE, Outcome, describe, raised
 from stageflow.split.replay.reach import contents
 from stageflow.split.state import named_state
 
@@ -61,7 +60,7 @@ class Event:
 
     number: in the timeline. name: of the function; of an atom, its path. call: how many-th call of this atom.
     uses, makes, changes: tensors it takes or reads from elsewhere, new ones it gives, ones it changes in place.
-    extracts: gives Python something that depends on more than shapes.
+    extracts: gives Python something that depends on more than shapes. random: may draw random numbers.
     region: the activation checkpoints around it, outermost first.
     example: of an atom, its arguments, to measure it.
     """
@@ -73,8 +72,9 @@ class Event:
     makes: list[Value] = field(default_factory=list)
     changes: list[Value] = field(default_factory=list)
     extracts: bool = False
+    random: bool = False
     region: tuple[int, ...] = ()
-    outcome: Outcome = Outcome("null", ())
+    outcome: Outcome = NOTHING
     example: Any = None
 
     @property
@@ -113,7 +113,6 @@ class Trace(Timeline):
         super().__init__()
         self._hollow = hollow
         self._model = model
-        self._outside = sys._getframe(1)
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
         self.sealed: dict[str, str] = {}
@@ -149,10 +148,11 @@ class Trace(Timeline):
             return func(*args, **kwargs)
         if self._atom is not None:
             return self._inside_atom(func, args, kwargs)
-        iteration = open_iteration(func, args)
-        if iteration is not None:
-            return iteration[2](self.__torch_function__(iteration[0], types, iteration[1]))
-        return self._record(Event(len(self.events), name_of(func)), func, args, kwargs)
+        iterated = over_what(func)
+        if iterated is not None:
+            return iter(self.__torch_function__(iterated, types, (args[0], 0)))
+        name, random = known(func)
+        return self._record(Event(len(self.events), name, random=random), func, args, kwargs)
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         event = Event(len(self.events), path, call=self._calls[path], example=(args, kwargs))
@@ -176,7 +176,7 @@ class Trace(Timeline):
     def _contents(self) -> dict[int, tuple[Any, tuple[int, ...]]]:
         # From the code that calls the atom, past this method, `atom` and the wrapper around the atom's forward.
         with torch._C.DisableTorchFunction():
-            return contents(sys._getframe(4), self._outside, self._model)
+            return contents(sys._getframe(4), run_trace.__code__, self._model)
 
     def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
         event.region = self._regions(event)
@@ -196,7 +196,7 @@ class Trace(Timeline):
         if not event.is_atom:  # views share memory and version
             changed = {_memory(v.tensor) for v in event.changes}
             event.changes = [v for v in self._values.values() if changed and _memory(v.tensor) in changed]
-        chance = draws(event.name) or self._unequal(state, torch.default_generator.get_state())
+        chance = event.random or self._unequal(state, torch.default_generator.get_state())
         tainted = event.is_atom or chance or any(v.tainted for v in event.uses)
         for changed in event.changes:
             changed.tainted |= tainted

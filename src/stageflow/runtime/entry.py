@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageflow.graph import Bundle
+
 
 class _Enter(torch.autograd.Function):
     """The identity. What it returns is no leaf and no view, so the stage may change it in place."""
@@ -18,6 +20,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return gradients
+
+
+def arrive(bundle: Bundle, device: torch.device) -> Bundle:
+    """The bundle with its tensors on this worker's device; not every transport delivers them there."""
+    if device.type != "cpu" and any(tensor.device != device for tensor in bundle.tensors.values()):
+        bundle.tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in bundle.tensors.items()}
+    return bundle
 
 
 def enter(

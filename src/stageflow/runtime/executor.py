@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from stageflow.errors import StageflowError
 from stageflow.graph import Bundle, StageGraph
 from stageflow.observe.recorder import Recorder
 from stageflow.runtime.batch import Batch
+from stageflow.runtime.entry import arrive
 from stageflow.runtime.stage import Stage
 from stageflow.schedule.actions import Action
 from stageflow.transport.base import Endpoint, Interrupt, Tag
@@ -79,6 +81,7 @@ class Executor:
         board: Board,
         recorder: Recorder,
         timeout: float,
+        device: torch.device,
     ) -> None:
         """endpoint: None for a worker that is alone. timeout: seconds that a message may take to come."""
         self._stages = stages
@@ -89,6 +92,7 @@ class Executor:
         self._board = board
         self._recorder = recorder
         self._timeout = timeout
+        self._device = device
         self._handed: dict[Tag, Bundle] = {}
         self._table: dict[str, Callable[[Step, int, int, Outcome], float]] = {
             "F": self._forward,
@@ -194,7 +198,7 @@ class Executor:
         action = f"{tag.target}{kind}{tag.microbatch}"
         self._board.set(action, f"{tag.source}{kind}{tag.microbatch} from worker {worker}")
         started = self._recorder.clock()
-        bundle = self._endpoint.recv(tag, self._timeout)
+        bundle = arrive(self._endpoint.recv(tag, self._timeout), self._device)
         self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())
         self._board.set(action)
         return bundle

@@ -80,7 +80,8 @@ class SharedWeights:
             gradients = endpoint.recv(Tag(step, "M", source, self._rank, 0), timeout).tensors
             for name, gradient in gradients.items():
                 parameter = own[name].copies[0]
-                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+                here = gradient.to(parameter.device)
+                parameter.grad = here.clone() if parameter.grad is None else parameter.grad.add_(here)
 
     def spread_values(self, endpoint: Endpoint | None, step: int, timeout: float) -> None:
         """Send the owner's value to all mirrors; after an update or a load."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stageflow.errors import InputError
+from stageflow.errors import InputError, PipelineError
 from stageflow.graph import Bundle, StageBuilder, StageGraph
 from stageflow.observe.events import Event
 from stageflow.observe.recorder import Recorder
@@ -132,7 +132,15 @@ class Worker:
         self._recorder = Recorder(rank)
         self._orders: dict[str, Order] = {}
         self._executor = Executor(
-            self._stages, plan.graph, plan.placement, endpoint, interrupt, board, self._recorder, plan.timeout
+            self._stages,
+            plan.graph,
+            plan.placement,
+            endpoint,
+            interrupt,
+            board,
+            self._recorder,
+            plan.timeout,
+            self._device,
         )
         self._board = board
         self._events: list[Event] = []
@@ -217,9 +225,23 @@ class Worker:
         if self._shared:
             self._board.set("adding up gradients of shared weights")
             self._shared.collect_gradients(self._endpoint, command.number, plan.timeout)
+        if plan.options.check_finite:
+            self._board.set("looking for NaN in gradients")
+            self._check_gradients()
         if command.update and plan.optimizer.optimizer is not None:
             self._update(command.number, report)
         return report
+
+    def _check_gradients(self) -> None:
+        """Before anybody updates, so that all stages skip an overflow in one of them."""
+        for stage, owned in self._owned.items():
+            for name, parameter in owned.items():
+                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                    raise PipelineError(
+                        f"stage {stage}: the gradient of {name!r} holds NaN or infinity (check_finite=True); no stage "
+                        "has updated",
+                        stage=stage,
+                    )
 
     def _update(self, number: int, report: StepReport) -> None:
         plan = self._plan
@@ -268,7 +290,7 @@ class Worker:
 
     @staticmethod
     def _weighted(losses: Mapping[int, Tensor], weights: Sequence[float]) -> float:
-        return sum(weights[i] * float(losses[i]) for i in sorted(losses))
+        return sum(weights[i] * float(losses[i]) for i in sorted(losses) if weights[i] != 0.0)
 
     # --------------------------------------------------------------------------------------------------- state
 

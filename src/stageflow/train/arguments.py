@@ -90,14 +90,22 @@ def check_recompute(recompute: Any) -> Recompute | None:
 
 def positional_names(model: Model) -> tuple[str, ...]:
     """Names of the positional arguments of a model's forward; none where they can't be told."""
-    if not isinstance(model, nn.Module):
-        return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in _parameters(model) if parameter.kind in kinds)
+
+
+def has_argument(model: Model, name: str) -> bool:
+    """Whether a model's forward declares an argument of that name."""
+    return any(parameter.name == name for parameter in _parameters(model))
+
+
+def _parameters(model: Model) -> list[inspect.Parameter]:
+    if not isinstance(model, nn.Module):
+        return []
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
-        return ()
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+        return []
 
 
 def model_facts(model: Model) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from stageflow.runtime.loss import LossFunction, compute_loss
 from stageflow.runtime.put_off import Pending, PutOff, run_pending
 from stageflow.runtime.random import Drawn, Generators, Turns
 from stageflow.runtime.recompute import recompute_layers
+from stageflow.runtime.saved_buffers import SavedBuffers
 
 Recompute = Literal["stage", "layer"]
 
@@ -113,6 +114,7 @@ class Stage:
         self._trains = any(p.requires_grad for p in program.parameters.values())
         self._takes_leaves = getattr(program, "takes_leaves", False)
         self._prepared = False
+        self._saved_buffers = SavedBuffers(program.buffers)
         self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
 
     def prepare_split_backward(self) -> None:
@@ -161,7 +163,7 @@ class Stage:
                 kept.leaves[producer], tensors = enter(tensors, trained, self._takes_leaves)
             entered[producer] = Bundle(tensors, meta)
         loss = None
-        with self._autocast():
+        with self._autocast(), self._keeping_buffers():
             result = self._call(job, entered)
             if self.is_output and want_loss:
                 loss = kept.loss = compute_loss(self.options.loss, result.output, job.inputs.target)
@@ -282,7 +284,8 @@ class Stage:
                 if tensor is not None:
                     before = roots.get(id(tensor))
                     roots[id(tensor)] = (tensor, gradient if before is None else before[1] + gradient)
-        if kept.loss is not None and kept.loss.requires_grad:
+        # with no weight it adds nothing, not even a NaN (a mean over no words)
+        if kept.loss is not None and kept.loss.requires_grad and weight != 0.0:
             roots[id(kept.loss)] = (kept.loss, torch.full_like(kept.loss, weight))
         if roots:
             tensors, grads = zip(*roots.values(), strict=True)
@@ -318,6 +321,11 @@ class Stage:
         """Drop what an interrupted step left behind."""
         self._kept.clear()
         self.put_off.pending = None
+
+    def _keeping_buffers(self) -> AbstractContextManager[Any]:
+        if not torch.is_grad_enabled() or not self.program.buffers:
+            return nullcontext()
+        return self._saved_buffers.protected(self.program.module.training)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.options.autocast is None:

@@ -12,6 +12,7 @@ from torch import nn
 from stageflow.errors import InputError, SplitError
 from stageflow.split import blocks, export, sequence
 from stageflow.split.deferred import DeferredModel, as_model
+from stageflow.split.hooks import carry_hooks
 from stageflow.split.request import BALANCES, Balance, Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split, StageSpec
 
@@ -58,6 +59,8 @@ def split_model(
         except SplitError as problem:
             problems[way] = str(problem)
             continue
+        if request.deferred is None:  # else each worker's own build registers them
+            carry_hooks(request.model, result)
         result.reason += "".join(f"; not by {other}: {problem}" for other, problem in problems.items())
         return result
     listing = "".join(f"\n  {way}: {problem}" for way, problem in problems.items())

@@ -51,6 +51,7 @@ def cut(request: Request) -> Split:
     if request.deferred is not None:
         model = request.deferred.materialise(request.deferred.shapes.keys())
         warnings.append("the whole model was built once, here, to capture its graph; each worker builds its part")
+    _refuse_mixed_modes(model)
     census = take_census(model)
     seen = _look(model, request.example, census, training=True)
     pieces = find_pieces(seen.graph.nodes)
@@ -68,6 +69,16 @@ def cut(request: Request) -> Split:
     result.unit = "s" if request.balance == "time" else "parameters"
     result.warnings += warnings
     return result
+
+
+def _refuse_mixed_modes(model: nn.Module) -> None:
+    """A graph is captured in train mode and in eval mode, each as a whole."""
+    flags = {name: module.training for name, module in model.named_modules()}
+    with undisturbed(model, model.training):
+        odd = next((name for name, module in model.named_modules() if module.training != flags[name]), None)
+    if odd is not None:
+        own, whole = ("train", "eval") if flags[odd] else ("eval", "train")
+        raise SplitError(f"{odd!r} is in {own} mode and the model in {whole} mode, which a captured graph can't keep")
 
 
 @dataclass

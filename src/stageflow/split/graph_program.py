@@ -66,7 +66,7 @@ class GraphSpec(StageSpec):
     """A run of consecutive operations.
 
     modes: training -> code. state: name and kind of what this stage holds. successors: stages it sends to.
-    weights: values by first name, or the recipe of the whole model.
+    weights: values by first name, or the recipe of the whole model. training: the mode that the model was in.
     """
 
     index: int
@@ -75,6 +75,7 @@ class GraphSpec(StageSpec):
     state: dict[str, str]
     successors: tuple[int, ...]
     weights: dict[str, Tensor] | DeferredModel
+    training: bool = True
 
     def build(self, device: torch.device) -> GraphProgram:
         weights = self.weights
@@ -87,7 +88,7 @@ class GraphSpec(StageSpec):
                 module.register_parameter(_key(name), tensor)
             else:
                 module.register_buffer(_key(name), tensor)
-        return GraphProgram(self, module.to(device), device)
+        return GraphProgram(self, module.to(device).train(self.training), device)
 
 
 def _key(name: str) -> str:

@@ -63,6 +63,7 @@ def assemble(request: Request, model: nn.Module, census: Census, captures: dict[
                 state={name: census.tensors[name].kind for name in names},
                 successors=graph_of_stages.successors(stage),
                 weights=request.deferred or {name: state[name] for name in names},
+                training=model.training,
             )
         )
     operations = len(captures[True][0].nodes)

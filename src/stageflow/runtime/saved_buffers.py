@@ -1,0 +1,56 @@
+"""Buffers that a forward both changes in place and lets autograd keep for the backward.
+
+One device runs a micro-batch's backward right after its forward. Here forwards of later micro-batches come in between
+and move the buffer on, so what was kept has to be a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SavedBuffers:
+    """Copies the buffers of one stage where autograd keeps them, if a forward was seen to change them."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = buffers
+        self._at_risk: dict[bool, list[str]] = {}  # by train/eval mode; absent: not seen yet
+
+    @contextmanager
+    def protected(self, training: bool) -> Iterator[None]:
+        """To be open around a forward that builds a graph."""
+        names = self._at_risk.get(training, self._buffers)
+        if not names:
+            yield
+            return
+        memory = {self._buffers[name].untyped_storage().data_ptr(): name for name in names}
+        versions = {name: self._buffers[name]._version for name in names}
+        saved: set[str] = set()
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
+            name = memory.get(tensor.untyped_storage().data_ptr()) if torch._C._has_storage(tensor) else None
+            if name is None:
+                return tensor, tensor._version
+            saved.add(name)
+            return tensor.detach().clone(), None
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+        if training not in self._at_risk:
+            self._at_risk[training] = [name for name in saved if self._buffers[name]._version != versions[name]]
+
+
+def _unpack(packed: tuple[Tensor, Any]) -> Tensor:
+    """Autograd leaves its check for changes in place to those who set hooks."""
+    tensor, version = packed
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place operation: "
+            f"it is at version {tensor._version}, expected version {version}"
+        )
+    return tensor

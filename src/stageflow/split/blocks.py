@@ -181,6 +181,7 @@ def _assemble(
             opened=trace.opened,
             names=tuple(e.name for e in trace.events),
             choices={e.number: e.outcome.outline for e in trace.events if e.extracts},
+            handed_back={e.number: e.outcome.handed_back for e in trace.events if e.outcome.handed_back},
             sends={c: keys for (p, c), keys in sorted(needs.sends.items()) if p == stage},
             cautious=cautious[stage],
             common=frozenset(v.key for v in flow.cheap),

@@ -43,6 +43,11 @@ class Outcome(NamedTuple):
     slots: tuple[Fresh | int, ...]
 
     @property
+    def handed_back(self) -> dict[int, int]:
+        """Which of the result's tensors is which of the arguments'."""
+        return {position: slot for position, slot in enumerate(self.slots) if isinstance(slot, int)}
+
+    @property
     def is_error(self) -> bool:
         """Whether the event raised an exception."""
         return self.outline.startswith(_RAISED)

@@ -36,7 +36,8 @@ class Plan:
     end: the event at which the next stage begins, where that is no call of an atom.
     opened: modules that are taken apart.
     names: of the trace's events.
-    choices: event -> outline of what it gave to Python that depends on data; the trace is typical while these recur.
+    choices: event -> outline of what it gave to Python that depends on data; the trace is typical while these recur,
+    handed_back: and these: event -> which of its results is which of its arguments.
     sends: consumer -> keys of the values it needs, as seen in the trace.
     cautious: the model decides by data after this stage, so that the trace can't tell what later stages need.
     common: keys of values that every stage makes by itself.
@@ -52,6 +53,7 @@ class Plan:
     opened: frozenset[str]
     names: tuple[str, ...]
     choices: dict[int, str]
+    handed_back: dict[int, dict[int, int]]
     sends: dict[int, list[str]]
     cautious: bool
     common: frozenset[str]
@@ -312,8 +314,10 @@ class ReplayProgram:
         typical = self._typical.get(text)
         if typical is None:
             plan, n = self.plan, len(log.names)
-            typical = log.names == plan.names[:n] and all(
-                log.outcomes[number].outline == outline for number, outline in plan.choices.items() if number < n
+            typical = (
+                log.names == plan.names[:n]
+                and all(log.outcomes[k].outline == outline for k, outline in plan.choices.items() if k < n)
+                and all(which.items() <= log.outcomes[k].handed_back.items() for k, which in plan.handed_back.items() if k < n)
             )
             if len(self._typical) >= MEMORY:
                 self._typical.clear()
@@ -340,11 +344,13 @@ class ReplayProgram:
 
     def _explain(self, problem: GhostTouched, run: Run) -> str:
         made, _, _ = problem.key.partition(".")
-        what = f"value {problem.key}"
+        what = "a value that was changed in an earlier stage"
         if made.isdigit() and int(made) < len(run.log.names):
             what = f"what {run.log.names[int(made)]!r} made (event {made})"
         elif problem.key.startswith("s:"):
             what = f"{problem.key[2:]!r}"
+        elif problem.key.startswith("i"):
+            what = f"tensor {problem.key[1:]} of the model's inputs"
         return (
             f"stage {self.index}: {problem.function} in {run.where()} needs {what}, which was neither sent to this "
             "stage nor is held by it: the model took a path that the example did not show; split with an example that "

@@ -13,7 +13,7 @@ from stageflow.errors import FrameError
 from stageflow.split.replay.interception import tensors_in
 from stageflow.split.replay.log import OPAQUE, Fresh, Log, Outcome, describe, raised
 
-Refs = tuple[weakref.ref[Tensor] | None, ...]
+Refs = tuple[weakref.ref[Tensor], ...]
 
 
 class Record:
@@ -32,10 +32,13 @@ class Record:
         self._born_without_grad: list[tuple[int, Refs]] = []
         self._grad = torch.is_grad_enabled()
 
-    def note(self, number: int, name: str, result: Any, args: Any, kwargs: Any) -> None:
-        """Write down an event, and remember the tensors it made as long as anybody holds them."""
+    def note(self, number: int, name: str, result: Any, args: Any, kwargs: Any, deep: bool) -> None:
+        """Write down an event, and remember the tensors it made as long as anybody holds them.
+
+        deep: what it gives back may be something that it was handed within a list, a tuple or a dict.
+        """
         expected = self._expect(number, name)
-        if type(result) is Tensor and not _is_among(result, args, kwargs):
+        if type(result) is Tensor and not _is_among(result, args, kwargs, deep):
             outcome = _outcome_of(result, expected)
             refs: Refs = (weakref.ref(result),)
         elif result is None:
@@ -45,9 +48,7 @@ class Record:
                 outcome, tensors = describe(result, tensors_in((args, kwargs)), None)
             except FrameError:
                 outcome, tensors = OPAQUE, []
-            # What an event was handed and gives back has a key of its own already.
-            pairs = zip(outcome.slots, tensors, strict=True)
-            refs = tuple(None if isinstance(slot, int) else weakref.ref(tensor) for slot, tensor in pairs)
+            refs = tuple(map(weakref.ref, tensors))
         if refs:
             self._born[number] = refs
             if self._grad and not torch.is_grad_enabled():
@@ -90,24 +91,24 @@ class Record:
     def find(self, number: int, position: int) -> Tensor | None:
         """A tensor that an event made, if it is still there."""
         refs = self._born.get(number)
-        ref = refs[position] if refs is not None and position < len(refs) else None
-        return ref() if ref is not None else None
+        return refs[position]() if refs is not None and position < len(refs) else None
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors that are still there, by key."""
+        """All tensors that are still there, by key; what an event gave back as it was has the key that it had."""
         for number, refs in self._born.items():
-            for position, ref in enumerate(refs):
-                tensor = ref() if ref is not None else None
-                if tensor is not None:
+            slots = self.outcomes[number - self._first].slots
+            for position, (slot, ref) in enumerate(zip(slots, refs, strict=True)):
+                tensor = ref()
+                if tensor is not None and not isinstance(slot, int):
                     yield f"{number}.{position}", tensor
 
 
-def _is_among(result: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether an event gave back what it was handed; nested arguments are looked into by `describe`."""
-    for argument in args:
-        if argument is result or type(argument) in (list, tuple, dict):
+def _is_among(result: Tensor, args: Any, kwargs: Any, deep: bool) -> bool:
+    """Whether a result is, or may be, one of the arguments."""
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if argument is result or (deep and type(argument) in (list, tuple, dict)):
             return True
-    return bool(kwargs) and any(v is result or type(v) in (list, tuple, dict) for v in kwargs.values())
+    return False
 
 
 def _outcome_of(result: Tensor, expected: Outcome | None) -> Outcome:
@@ -117,8 +118,8 @@ def _outcome_of(result: Tensor, expected: Outcome | None) -> Outcome:
     return Outcome("", (Fresh(tuple(looks[0]), looks[1], looks[2]),))
 
 
-def _with_grad_now(slot: Fresh | int, ref: weakref.ref[Tensor] | None) -> Fresh | int:
-    tensor = ref() if ref is not None else None
+def _with_grad_now(slot: Fresh | int, ref: weakref.ref[Tensor]) -> Fresh | int:
+    tensor = ref()
     return slot if tensor is None or isinstance(slot, int) else slot._replace(requires_grad=tensor.requires_grad)
 
 

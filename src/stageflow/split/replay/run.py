@@ -95,7 +95,7 @@ class Run(Timeline):
                 self.leave()
                 raise StageExit
             result = self.run_inside(forward, args, kwargs)
-            self.record.note(number, path, result, args, kwargs)
+            self.record.note(number, path, result, args, kwargs, deep=True)
         else:
             result = self._conjure(number, self._recall(number, path), args, kwargs)
         self._step(counts=True, key=True)
@@ -147,6 +147,10 @@ class Run(Timeline):
             return self._ghost(f"{number}.{position}", looks)
 
         arguments = tensors_in((args, kwargs)) if any(isinstance(slot, int) for slot in slots) else ()
+        for position, slot in enumerate(slots):
+            # Dropout, for one, makes a new tensor in training, the only case that the trace saw, and none otherwise.
+            if isinstance(slot, int) and f"{number}.{position}" in self._received and type(arguments[slot]) is Ghost:
+                self.arrived[f"{number}.{position}"] = arguments[slot]
         return conjure(outcome, arguments, make, self._plan.classes)
 
     def _ghost(self, key: str, looks: Fresh) -> Ghost:
@@ -193,7 +197,7 @@ class Run(Timeline):
             self.record.note_error(number, name, problem)
             self._step(counts=False, key=False)
             raise
-        self.record.note(number, name, result, args, kwargs)
+        self.record.note(number, name, result, args, kwargs, deep=False)
         return result
 
     def leave(self, output: Any = None) -> None:

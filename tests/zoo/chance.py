@@ -39,6 +39,24 @@ class NoisyGlue(Sorter):
         return F.dropout(x + 0.1 * torch.randn_like(x), 0.2, self.training)
 
 
+class DropsFirst(Mix):
+    """A block with dropout on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+
+class ColumnsFirst(Sorter):
+    """Values lie column by column between blocks: torch hands out random numbers in the order of memory."""
+
+    def between(self, index: int, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+
 class Sampled(nn.Module):
     """A latent drawn in the middle by the reparametrisation trick, with its divergence in the loss."""
 
@@ -61,5 +79,7 @@ ENTRIES = [
           random=True),
     Entry("drops_layers", "chance", lambda: (DropsLayers(attends(6)), text_only()), is_loss, random=True),
     Entry("noisy_glue", "chance", lambda: (NoisyGlue(mixes(6)), labelled_rows()), is_loss, random=True),
+    Entry("dropout_by_columns", "chance", lambda: (ColumnsFirst([DropsFirst() for _ in range(6)]), labelled_rows()),
+          is_loss, random=True),
     Entry("sampled_latent", "chance", lambda: (Sampled(), {"rows": rows()}), random=True),
 ]

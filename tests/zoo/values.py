@@ -171,6 +171,25 @@ class OddLayouts(Sorter):
         return F.cross_entropy(self.outlet(x + wide.sum(1)), labels)
 
 
+class ByColumns(Mix):
+    """Takes a view of its input that exists only where that lies column by column, and gives such a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.t().view(-1)
+        mixed = super().forward(x) + torch.tanh(flat[: len(x)].mean())
+        return mixed.t().contiguous().t()
+
+
+class ColumnMajor(Sorter):
+    """What lies between blocks is a transposed matrix, and blocks count on it."""
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        x = self.inlet(rows).t().contiguous().t()
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.outlet(x), labels)
+
+
 class PointsAndVoids(Sorter):
     """0-d tensors and empty tensors cross: a learned temperature made early, a running norm, an empty memory."""
 
@@ -278,6 +297,7 @@ ENTRIES = [
     Entry("keywords_only", "values", keywords_only, is_loss),
     Entry("whole_numbers", "values", lambda: (WholeNumbers(mixes(6)), labelled_rows()), is_loss),
     Entry("odd_layouts", "values", lambda: (OddLayouts(mixes(6)), labelled_rows()), is_loss),
+    Entry("column_major", "values", lambda: (ColumnMajor([ByColumns() for _ in range(6)]), labelled_rows()), is_loss),
     Entry("points_and_voids", "values", lambda: (PointsAndVoids(), labelled_rows()), is_loss),
     Entry("complex_waves", "values", lambda: (ComplexWaves(), labelled_rows()), is_loss),
     Entry("mixed_precision", "values", lambda: (MixedPrecision(mixes(6)), labelled_rows()), is_loss),

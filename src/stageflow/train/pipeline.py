@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from stageflow.checkpoint import Progress, open_checkpoint
-from stageflow.errors import InputError, PipelineClosed
-from stageflow.runtime.batch import Batch, cut_batch, merge_outputs
+from stageflow.errors import InputError
+from stageflow.runtime.batch import Batch, MicroBatch, cut_batch, merge_outputs
 from stageflow.runtime.loss import LossFunction
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
 from stageflow.runtime.stage import Recompute, StageOptions
 from stageflow.runtime.worker import StateKind, StepCommand
 from stageflow.schedule import Schedule
-from stageflow.split import Split, split_model
+from stageflow.split import Split
 from stageflow.train.arguments import (
     Model,
     as_call,
@@ -27,15 +27,15 @@ from stageflow.train.arguments import (
     check_recompute,
     count_microbatches,
     count_stages,
-    model_facts,
     not_importable,
     positional_names,
 )
 from stageflow.train.blueprint import Blueprint
-from stageflow.train.crew import Crew, StepResult
+from stageflow.train.crew import StepResult
+from stageflow.train.life import Life
 from stageflow.train.reduction import Reduction, check_reduction, loss_weights
 from stageflow.train.report import StepView, describe
-from stageflow.train.start import Launch, choose_launch, start_crew
+from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
 
 Mode = Literal["train", "evaluate", "predict"]
@@ -109,8 +109,6 @@ class Pipeline:
         timeout: float = 300.0,
     ) -> None:
         self.launch: Launch = choose_launch(launch)
-        self._crew: Crew | None = None
-        self._closed: str | None = None
         self._model = check_model(model)
         check_reduction(reduction)
         check_functions(loss=loss, optimizer=optimizer, lr_scheduler=lr_scheduler, parameter_groups=parameter_groups)
@@ -120,22 +118,30 @@ class Pipeline:
         self.microbatches = count_microbatches(microbatches, self.stages, schedule)
         self._blueprint = Blueprint(self.stages, self.microbatches, schedule, workers)
         self._reduction: Reduction = reduction
-        self._split_options: dict[str, Any] = {"split": split, "balance": balance, "boundaries": boundaries}
         self._example = example
         self._batch_dims = dict(batch_dims or {})
         self._positional = positional_names(model)
-        self._start_options: dict[str, Any] = {"devices": device, "threads": threads, "timeout": timeout}
-        self._plan_options: dict[str, Any] = {
-            "options": StageOptions(loss, check_recompute(recompute), check_finite, autocast),
-            "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
-            "seed": seed,
-            "device": "cpu",
-            "dtype": dtype,
-            # a driver sees sooner than its workers that nothing moves, and knows more
-            "timeout": timeout if self.launch == "torchrun" else timeout * 4 + 60,
-        }
+        self._seed = seed
+        self._dtype = dtype
+        self._optimizes = optimizer is not None
+        self._life = Life(
+            self._model,
+            self.launch,
+            self._blueprint,
+            None if example is None else self._cut_example,
+            splitting={"split": split, "balance": balance, "boundaries": boundaries},
+            starting={"devices": device, "threads": threads, "timeout": timeout},
+            planning={
+                "options": StageOptions(loss, check_recompute(recompute), check_finite, autocast),
+                "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
+                "seed": seed,
+                "device": "cpu",
+                "dtype": dtype,
+                # a driver sees sooner than its workers that nothing moves, and knows more
+                "timeout": timeout if self.launch == "torchrun" else timeout * 4 + 60,
+            },
+        )
         self._known_to_workers: set[str] = set()
-        self._number = 0
         self.steps = 0
         self._fresh = True
         self._last: StepView | None = None
@@ -177,7 +183,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all modules into training mode. A new pipeline keeps the modes that the model had."""
-        self._require_crew("train()").ask("set_training", mode)
+        self._life.crew("train()").ask("set_training", mode)
         return self
 
     def eval(self) -> Pipeline:
@@ -187,25 +193,25 @@ class Pipeline:
     def zero_grad(self) -> None:
         """Forget gradients that ``train_step(update=False)`` has added up."""
         self._fresh = True
-        if self._crew is not None:
-            self._crew.ask("zero_gradients")
+        if self._life.started:
+            self._life.crew("zero_grad()").ask("zero_gradients")
 
     def _prepare(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, update: bool = True
     ) -> tuple[StepCommand, Batch]:
-        self._require_open()
+        self._life.require_open()
         batch = cut_batch(args, kwargs, target, self.microbatches, self._batch_dims, self._positional)
         sizes = batch.layout.sizes
         if len(sizes) < self.microbatches:
             warnings.warn(
                 f"a batch of {sum(sizes)} samples gives {len(sizes)} micro-batches, not {self.microbatches}",
-                stacklevel=4,
+                stacklevel=3,
             )
         weights = loss_weights(self._reduction, batch)
-        self._build(batch)
-        self._number += 1
+        if not self._life.started:
+            self._life.start(batch.microbatch(0))
         command = StepCommand(
-            number=self._number,
+            number=self._life.next_number(),
             key=self.steps,
             mode=mode,
             weights=weights,
@@ -217,12 +223,9 @@ class Pipeline:
         )
         return command, batch
 
-    def _schedule_of(self, mode: Mode, microbatches: int) -> Schedule:
-        return self._blueprint.schedule_for(microbatches, train=mode == "train")
-
     def _run(self, command: StepCommand, batch: Batch) -> StepResult:
-        crew = self._require_crew("a step")
-        schedule = self._schedule_of(command.mode, len(command.weights))
+        crew = self._life.crew("a step")
+        schedule = self._blueprint.schedule_for(len(command.weights), train=command.mode == "train")
         orders = None if command.schedule in self._known_to_workers else schedule.orders
         try:
             result = crew.step(command, orders, batch, self._blueprint.wants)
@@ -238,77 +241,40 @@ class Pipeline:
         self._known_to_workers.clear()
         if command.mode == "train":
             self._fresh = True
-        if self._crew is not None and not self._crew.usable:
+        if self._life.broken:
             first_line = str(error).partition("\n")[0]
-            self._shut(f"it ended after a failure ({type(error).__name__}: {first_line})")
+            self._life.end(f"it ended after a failure ({type(error).__name__}: {first_line})")
         elif command.update and getattr(error, "action", None) == "update":
-            self._shut("the optimizer failed, so some stages may be updated and others not: load a saved state")
+            self._life.end("the optimizer failed, so some stages may be updated and others not: load a saved state")
 
-    # ------------------------------------------------------------------------------------------------- set-up
-
-    def _build(self, batch: Batch) -> None:
-        """Split the model and start the workers, once."""
-        if self._crew is not None:
-            return
-        if self._example is None:
-            first = batch.microbatch(0)
-            example = (first.args, first.kwargs)
-        else:
-            example = self._cut_example()
-        blueprint = self._blueprint
-
-        def split() -> Split:
-            return split_model(self._model, example, stages=self.stages, **self._split_options)
-
-        if self.launch == "torchrun":
-            self._crew = self._join_ranks(split)
-        else:
-            blueprint.split = split()
-            plans = blueprint.worker_plans(**self._plan_options)
-            self._crew = start_crew(self.launch == "threads", plans, **self._start_options)
-
-    def _join_ranks(self, split: Callable[[], Split]) -> Crew:
-        from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
-
-        blueprint = self._blueprint
-        facts = model_facts(self._model) | {"stages": self.stages, "schedule": str(self.schedule)}
-        options = self._start_options
-        ranks = Ranks(self.schedule.n_workers, options["devices"], options["timeout"], facts)
-        try:
-            blueprint.split = ranks.share_split(split, blueprint.placement)
-            return RankCrew(ranks, blueprint.worker_plans(**self._plan_options))
-        except BaseException:
-            ranks.close()
-            raise
-
-    def _cut_example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cut_example(self) -> MicroBatch:
+        """The first micro-batch of the example."""
         args, kwargs = as_call(self._example)
         known = {*kwargs, *self._positional[: len(args)], *map(str, range(len(args)))}
         dims = {name: dim for name, dim in self._batch_dims.items() if name in known}
-        first = cut_batch(args, kwargs, None, self.microbatches, dims, self._positional).microbatch(0)
-        return first.args, first.kwargs
+        return cut_batch(args, kwargs, None, self.microbatches, dims, self._positional).microbatch(0)
 
     # -------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters and persistent buffers on the CPU, under the model's own names, tied ones under each."""
-        return whole_state(self._require_split("state_dict()"), self._gather("weights"))
+        return whole_state(self._life.split("state_dict()"), self._gather("weights"))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients of the last train_step (after clipping), by the model's own names; None where there is none."""
-        split = self._require_split("gradients()")
+        split = self._life.split("gradients()")
         tensors = self._gather("gradients")
         return {name: tensors.get(name) for name in split.owners if split.tensors[name].kind == "parameter"}
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers, also those that are not persistent, by the model's own names."""
-        split = self._require_split("buffers()")
+        split = self._life.split("buffers()")
         tensors = self._gather("weights")
         return {name: tensors[name] for name in split.owners if split.tensors[name].kind == "buffer"}
 
     def parameters_of(self, stage: int) -> dict[str, Tensor]:
         """The parameters that a stage owns, by the model's own names."""
-        split = self._require_split("parameters_of()")
+        split = self._life.split("parameters_of()")
         if not 0 <= stage < split.n_stages:
             raise InputError(f"there is no stage {stage}: this pipeline has stages 0..{split.n_stages - 1}")
         tensors = self._gather("weights")
@@ -319,9 +285,9 @@ class Pipeline:
 
         strict: every persistent name must be there and no other. Raises InputError.
         """
-        split = self._require_split("load_state_dict()")
+        split = self._life.split("load_state_dict()")
         parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
-        self._require_crew("load_state_dict()").load(self._next_number(), parts)
+        self._life.crew("load_state_dict()").load(self._life.next_number(), parts)
 
     def save(self, directory: str | Path) -> None:
         """Save weights, optimizers, learning-rate schedulers and the step, whole or not at all.
@@ -330,32 +296,32 @@ class Pipeline:
         `stageflow.load_weights` or transformers' ``from_pretrained`` into the plain model. An older save there is
         replaced in one step. Raises CheckpointError.
         """
-        split = self._require_split("save()")
-        crew = self._require_crew("save()")
+        split = self._life.split("save()")
+        crew = self._life.crew("save()")
         skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
-        progress = Progress(self.steps, self._plan_options["seed"], split.aliases)
-        crew.save(Path(directory), skip, progress, self._model, self._plan_options["dtype"])
+        crew.save(Path(directory), skip, Progress(self.steps, self._seed, split.aliases), self._model, self._dtype)
 
     def load(self, directory: str | Path) -> None:
         """Take over what `save` wrote, by however many stages; of other safetensors directories the weights.
 
         Everything is checked before anything is changed. Raises CheckpointError.
         """
-        split = self._require_split("load()")
+        split = self._life.split("load()")
         checkpoint = open_checkpoint(directory)
         persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
         checkpoint.check_fits(persistent, split.aliases)
-        resumes = checkpoint.has_optimizer and self._plan_options["optimizer"].optimizer is not None
+        resumes = checkpoint.has_optimizer and self._optimizes
         names = frozenset(persistent)
-        self._require_crew("load()").ask(
-            "read_checkpoint", self._next_number(), str(directory), checkpoint.identity, names, split.aliases, resumes
+        number = self._life.next_number()
+        self._life.crew("load()").ask(
+            "read_checkpoint", number, str(directory), checkpoint.identity, names, split.aliases, resumes
         )
         self._fresh = True
         if checkpoint.manifest is not None:
             self.steps = checkpoint.step
 
     def _gather(self, kind: StateKind) -> dict[str, Tensor]:
-        tensors, _ = self._require_crew("this").state(self._next_number(), kind)
+        tensors, _ = self._life.crew("this").state(self._life.next_number(), kind)
         return tensors
 
     # ---------------------------------------------------------------------------------------------- inspection
@@ -363,7 +329,7 @@ class Pipeline:
     @property
     def split(self) -> Split:
         """How the model was cut. Raises InputError before the first batch where no example was given."""
-        return self._require_split("split")
+        return self._life.split("split")
 
     @property
     def schedule(self) -> Schedule:
@@ -379,7 +345,7 @@ class Pipeline:
         if self._last is None:
             raise InputError("no train_step has run yet, so there is nothing to look at")
         if not self._last.events:
-            self._last.events = self._require_crew("last_step").events()
+            self._last.events = self._life.crew("last_step").events()
         return self._last
 
     def timeline(self, path: str) -> None:
@@ -392,8 +358,8 @@ class Pipeline:
 
     def describe(self) -> str:
         """Stages, owners, parameters, schedule, expected bubble."""
-        if self._closed is None:
-            self._start_from_example()
+        if not self._life.closed:
+            self._life.start_from_example()
         return describe(repr(self), self.schedule, self._blueprint.split)
 
     __str__ = describe
@@ -401,10 +367,10 @@ class Pipeline:
     @property
     def is_built(self) -> bool:
         """Whether the model was split and the workers started."""
-        return self._crew is not None
+        return self._life.started
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "running" if self._crew else "not started"
+        state = "closed" if self._life.closed else "running" if self._life.started else "not started"
         return (
             f"<stageflow.Pipeline stages={self.stages} microbatches={self.microbatches} launch={self.launch!r} {state}>"
         )
@@ -413,51 +379,19 @@ class Pipeline:
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes that each worker holds now: "parameters", "gradients", "optimizer"."""
-        return self._require_crew("memory()").ask("memory")
+        return self._life.crew("memory()").ask("memory")
 
     @property
     def usable(self) -> bool:
         """Whether the next step can run."""
-        return self._closed is None and (self._crew is None or self._crew.usable)
+        return self._life.usable
 
     def close(self) -> None:
         """End all workers; may be called twice."""
-        self._shut("it was closed")
+        self._life.end("it was closed")
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _shut(self, reason: str) -> None:
-        if self._closed is None:
-            self._closed = reason
-        if self._crew is not None:
-            self._crew.close()
-
-    def _next_number(self) -> int:
-        self._require_open()
-        self._number += 1
-        return self._number
-
-    def _require_open(self) -> None:
-        if self._closed is not None:
-            raise PipelineClosed(f"this pipeline can't be used any more: {self._closed}")
-
-    def _require_crew(self, what: str) -> Crew:
-        self._require_open()
-        self._start_from_example()
-        if self._crew is None:
-            raise InputError(f"{what} needs a pipeline that was built: run a step first, or give example= inputs")
-        return self._crew
-
-    def _require_split(self, what: str) -> Split:
-        self._require_crew(what)
-        assert self._blueprint.split is not None
-        return self._blueprint.split
-
-    def _start_from_example(self) -> None:
-        if self._crew is None and self._example is not None:
-            args, kwargs = self._cut_example()
-            self._build(cut_batch(args, kwargs, None, 1, {}, self._positional))

@@ -1,0 +1,135 @@
+"""The life of a pipeline: its workers are started when they are first needed, and ended once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stageflow.errors import InputError, PipelineClosed
+from stageflow.runtime.batch import MicroBatch
+from stageflow.split import Split, split_model
+from stageflow.train.arguments import Model, model_facts
+from stageflow.train.blueprint import Blueprint
+from stageflow.train.crew import Crew
+from stageflow.train.start import Launch, start_crew
+
+
+class Life:
+    """Not started, running, closed.
+
+    launch: see `Pipeline`. example: makes the inputs to split with; None: the first batch's.
+    splitting, starting, planning: what the user chose for `split_model`, `start_crew`, `Blueprint.worker_plans`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        launch: Launch,
+        blueprint: Blueprint,
+        example: Callable[[], MicroBatch] | None,
+        *,
+        splitting: Mapping[str, Any],
+        starting: Mapping[str, Any],
+        planning: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._launch: Launch = launch
+        self._blueprint = blueprint
+        self._example = example
+        self._splitting = splitting
+        self._starting = starting
+        self._planning = planning
+        self._crew: Crew | None = None
+        self._ended: str | None = None
+        self._number = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether the model was split and the workers were started, even if they have ended since."""
+        return self._crew is not None
+
+    @property
+    def closed(self) -> bool:
+        return self._ended is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the next call can run."""
+        return not self.closed and (self._crew is None or self._crew.usable)
+
+    @property
+    def broken(self) -> bool:
+        """Whether there are workers, but they take no further call."""
+        return self._crew is not None and not self._crew.usable
+
+    def start(self, first: MicroBatch) -> None:
+        """Split the model and start the workers, once. first: what to split with where there is no example."""
+        self.start_from_example()
+        if self._crew is None:
+            self._crew = self._start(first)
+
+    def start_from_example(self) -> None:
+        """Start where an example was given; without one, the first batch will."""
+        if self._crew is None and self._example is not None:
+            self._crew = self._start(self._example())
+
+    def _start(self, inputs: MicroBatch) -> Crew:
+        blueprint = self._blueprint
+
+        def split() -> Split:
+            example = (inputs.args, inputs.kwargs)
+            return split_model(self._model, example, stages=blueprint.stages, **self._splitting)
+
+        if self._launch == "torchrun":
+            return self._join_ranks(split)
+        blueprint.split = split()
+        return start_crew(self._launch == "threads", blueprint.worker_plans(**self._planning), **self._starting)
+
+    def _join_ranks(self, split: Callable[[], Split]) -> Crew:
+        from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
+
+        blueprint = self._blueprint
+        schedule = blueprint.schedule_for(blueprint.microbatches)
+        facts = model_facts(self._model) | {"stages": blueprint.stages, "schedule": str(schedule)}
+        ranks = Ranks(schedule.n_workers, self._starting["devices"], self._starting["timeout"], facts)
+        try:
+            blueprint.split = ranks.share_split(split, blueprint.placement)
+            return RankCrew(ranks, blueprint.worker_plans(**self._planning))
+        except BaseException:
+            ranks.close()
+            raise
+
+    def next_number(self) -> int:
+        """The number of a call to the workers, which its messages bear."""
+        self.require_open()
+        self._number += 1
+        return self._number
+
+    def require_open(self) -> None:
+        """Raise PipelineClosed, with the reason, once `end` was called."""
+        if self._ended is not None:
+            raise PipelineClosed(f"this pipeline can't be used any more: {self._ended}")
+
+    def crew(self, what: str) -> Crew:
+        """The workers, started if there is an example. what: what needs them, for the error.
+
+        Raises PipelineClosed, or InputError where there is no example and no batch has come yet.
+        """
+        self.require_open()
+        self.start_from_example()
+        if self._crew is None:
+            raise InputError(f"{what} needs a pipeline that was built: run a step first, or give example= inputs")
+        return self._crew
+
+    def split(self, what: str) -> Split:
+        """How the model was cut; otherwise as `crew`."""
+        self.crew(what)
+        assert self._blueprint.split is not None
+        return self._blueprint.split
+
+    def end(self, reason: str) -> None:
+        """End all workers; may be called twice, and the first reason stays."""
+        if self._ended is None:
+            self._ended = reason
+        if self._crew is not None:
+            self._crew.close()

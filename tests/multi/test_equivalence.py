@@ -309,3 +309,26 @@ def test_dropout_does_not_depend_on_the_number_of_stages(schedule: str) -> None:
         got, other = run(stages, recompute)
         assert got == pytest.approx(losses, rel=1e-5)
         _close(gradients, other)
+
+
+class OwnTarget(nn.Module):
+    """Has an argument that is called target, and computes its loss from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, *, target: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if target is None else F.mse_loss(x, target)
+
+
+@pytest.mark.parametrize("loss", [None, lambda output: output * 1.0])
+def test_a_model_with_an_argument_called_target_gets_it(loss: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = OwnTarget(), torch.randn(8, 6), torch.randn(8, 6)
+    want = model(x, target=y).item()
+    with sf.Pipeline(model, stages=2, microbatches=4, loss=loss, launch="threads") as pipe:
+        assert pipe.train_step(x, target=y).item() == pytest.approx(want, rel=1e-5)
+        assert pipe.predict(x).shape == (8, 6)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from stageflow.checkpoint import Progress, open_checkpoint
 from stageflow.errors import InputError
-from stageflow.runtime.batch import Batch, MicroBatch, cut_batch, merge_outputs
-from stageflow.runtime.loss import LossFunction
+from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
+from stageflow.runtime.loss import LossFunction, takes_target
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
 from stageflow.runtime.stage import Recompute, StageOptions
 from stageflow.runtime.worker import StateKind, StepCommand
@@ -27,6 +27,7 @@ from stageflow.train.arguments import (
     check_recompute,
     count_microbatches,
     count_stages,
+    has_argument,
     not_importable,
     positional_names,
 )
@@ -121,6 +122,8 @@ class Pipeline:
         self._example = example
         self._batch_dims = dict(batch_dims or {})
         self._positional = positional_names(model)
+        # a model with an argument of that name gets it, unless the loss function can't do without
+        self._model_takes_target = has_argument(model, TARGET) and (loss is None or not takes_target(loss))
         self._seed = seed
         self._dtype = dtype
         self._optimizes = optimizer is not None
@@ -153,7 +156,7 @@ class Pipeline:
 
         args, kwargs: the model's own inputs. Tensors whose first dimension is the batch size (that of the first tensor)
             are cut into micro-batches; everything else reaches every micro-batch whole. `batch_dims` overrides by name.
-        target: for the loss function.
+        target: for the loss function; for the model, where that has an argument of this name and the loss takes none.
         update: False only adds to the gradients.
 
         The loss is a float32 tensor without dimensions. Raises InputError for a bad batch, before any work; StageFailed
@@ -200,6 +203,8 @@ class Pipeline:
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, update: bool = True
     ) -> tuple[StepCommand, Batch]:
         self._life.require_open()
+        if target is not None and self._model_takes_target:
+            kwargs, target = {**kwargs, TARGET: target}, None
         batch = cut_batch(args, kwargs, target, self.microbatches, self._batch_dims, self._positional)
         sizes = batch.layout.sizes
         if len(sizes) < self.microbatches:

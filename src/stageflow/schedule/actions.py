@@ -25,3 +25,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""Each worker's actions, in the order in which it runs them."""

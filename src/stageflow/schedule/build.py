@@ -8,7 +8,7 @@ from typing import Any
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.builders.common import Orders
+from stageflow.schedule.actions import Orders
 from stageflow.schedule.builders.forward_only import forward_only
 from stageflow.schedule.builders.gpipe import gpipe
 from stageflow.schedule.builders.greedy import greedy

@@ -11,7 +11,7 @@ from stageflow.errors import ScheduleError
 from stageflow.graph import StageGraph
 from stageflow.observe.timeline import render_html
 from stageflow.schedule import text as notation
-from stageflow.schedule.actions import Action
+from stageflow.schedule.actions import Action, Orders
 from stageflow.schedule.lower import Instruction, lower
 from stageflow.schedule.simulate import Costs, Simulation, simulate
 from stageflow.schedule.validate import Report, validate
@@ -35,7 +35,7 @@ class Schedule:
     graph: StageGraph
     placement: tuple[int, ...]
     microbatches: int
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Orders
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))

@@ -22,13 +22,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from stageflow.errors import ScheduleError
-from stageflow.schedule.actions import Action, Kind
+from stageflow.schedule.actions import Action, Kind, Orders
 
 if TYPE_CHECKING:
     from stageflow.schedule.schedule import Schedule
     from stageflow.schedule.simulate import Costs
-
-Orders = tuple[tuple[Action, ...], ...]
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _LINE = {

@@ -35,6 +35,7 @@ class Blueprint:
         self._workers = workers
         self._split: Split | None = None
         self._schedules: dict[tuple[bool, int], Schedule] = {}
+        # every further schedule, of a smaller batch or after the split, has to be for these same workers
         self._workers = self.schedule_for(microbatches).n_workers
 
     @property
@@ -88,9 +89,9 @@ class Blueprint:
                 best, best_time = candidate, candidate.simulate().makespan
         return best
 
-    def _build(self, name: str, microbatches: int, **options: Any) -> Schedule:
+    def _build(self, name: str, microbatches: int) -> Schedule:
         return build_schedule(
-            name, stages=self.stages, microbatches=microbatches, workers=self._workers, graph=self._graph, **options
+            name, stages=self.stages, microbatches=microbatches, workers=self._workers, graph=self._graph
         )
 
     def _forward_only(self, microbatches: int) -> Schedule:

@@ -21,6 +21,7 @@ from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.worker import StateKind, StepCommand, StepReport, Worker, WorkerPlan
+from stageflow.schedule.actions import Action, Orders
 from stageflow.transport.base import Tag
 from stageflow.transport.structure import unflatten
 
@@ -39,10 +40,6 @@ class StepResult:
     def loss(self) -> float | None:
         return next((report.loss for report in self.reports if report.loss is not None), None)
 
-    @property
-    def grad_norm(self) -> float | None:
-        return self.reports[0].grad_norm
-
 
 class Crew(ABC):
     """All workers of one pipeline."""
@@ -50,7 +47,7 @@ class Crew(ABC):
     n_workers: int
 
     @abstractmethod
-    def step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+    def step(self, command: StepCommand, orders: Orders | None, batch: Batch, wanted: Wanted) -> StepResult:
         """Run one step on all workers; orders: each worker's actions, None where they know them."""
 
     @abstractmethod
@@ -66,7 +63,9 @@ class Crew(ABC):
         """Call a method of every worker that moves no tensors; the results in rank order."""
 
     @abstractmethod
-    def save(self, directory: Path, skip: frozenset[str], progress: Progress, model: Any, dtype: Any) -> None:
+    def save(
+        self, directory: Path, skip: frozenset[str], progress: Progress, model: object, dtype: torch.dtype | None
+    ) -> None:
         """Write a checkpoint; skip: names that are not saved. model, dtype: see `write_config`."""
 
     @property
@@ -94,13 +93,13 @@ class DriverCrew(Crew):
         # threads draw from the caller's own generators
         self._generators = Generators(torch.device("cpu")) if in_process else None
 
-    def step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+    def step(self, command: StepCommand, orders: Orders | None, batch: Batch, wanted: Wanted) -> StepResult:
         if self._generators is not None:
             with self._generators.preserved():
                 return self._step(command, orders, batch, wanted)
         return self._step(command, orders, batch, wanted)
 
-    def _step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+    def _step(self, command: StepCommand, orders: Orders | None, batch: Batch, wanted: Wanted) -> StepResult:
         endpoint = self._group.endpoint
         endpoint.forget(command.number)
         for rank in range(self.n_workers):
@@ -137,7 +136,9 @@ class DriverCrew(Crew):
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         return self._group.call(method, timeout=self._timeout, common=arguments)
 
-    def save(self, directory: Path, skip: frozenset[str], progress: Progress, model: Any, dtype: Any) -> None:
+    def save(
+        self, directory: Path, skip: frozenset[str], progress: Progress, model: object, dtype: torch.dtype | None
+    ) -> None:
         with Saving(directory, sum(self.ask("bytes_to_save"))) as saving:
             entries = [entry for own in self.ask("write_checkpoint", str(saving.path), skip) for entry in own]
             write_config(model, saving.path, dtype)
@@ -206,7 +207,7 @@ class DrivenWorker:
             self._turns,
         )
 
-    def step(self, command: StepCommand, actions: Any) -> StepReport:
+    def step(self, command: StepCommand, actions: tuple[Action, ...] | None) -> StepReport:
         """`Worker.step` with this worker's own actions, None where it knows them."""
         assert self._worker is not None
         return self._worker.step(command if actions is None else replace(command, actions=actions))

@@ -23,6 +23,7 @@ from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.random import Generators
 from stageflow.runtime.worker import StateKind, StepCommand, StepReport, WorkerPlan
+from stageflow.schedule.actions import Orders
 from stageflow.split import Split
 from stageflow.split.spec import StageSpec
 from stageflow.train.crew import Crew, StepResult, TrainingWorker, Wanted
@@ -97,7 +98,7 @@ class Ranks:
         if size == 1:
             return [value]
         message = Bundle(*flatten(value))
-        # a number below any step's is never forgotten while it is waited for: all ranks wait for all
+        # beyond any step's number, so that no step forgets a message that another rank was quick to send
         tags = [Tag(1 << 40, "all", source, rank, self._calls) for source in range(size)]
         for peer in range(size):
             if peer != rank:
@@ -131,7 +132,7 @@ class RankCrew(Crew):
             lambda: TrainingWorker(plan, context.rank, context.endpoint(), context.interrupt, context.board)
         )
 
-    def step(self, command: StepCommand, orders: Sequence[Any] | None, batch: Batch, wanted: Wanted) -> StepResult:
+    def step(self, command: StepCommand, orders: Orders | None, batch: Batch, wanted: Wanted) -> StepResult:
         if orders is not None:
             command = replace(command, actions=orders[self._rank])
         here = replace(batch, tensors={n: t.to(self._device, non_blocking=True) for n, t in batch.tensors.items()})
@@ -168,7 +169,9 @@ class RankCrew(Crew):
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         return self._ranks.run(lambda: self._ranks.exchange(getattr(self._worker, method)(*arguments)))
 
-    def save(self, directory: Path, skip: frozenset[str], progress: Progress, model: Any, dtype: Any) -> None:
+    def save(
+        self, directory: Path, skip: frozenset[str], progress: Progress, model: object, dtype: torch.dtype | None
+    ) -> None:
         needed = sum(self.ask("bytes_to_save"))
         saving = self._ranks.run(lambda: Saving(directory, needed) if self._rank == 0 else None)
         try:

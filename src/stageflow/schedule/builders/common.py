@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from stageflow.schedule.actions import Action, Kind
 
-Orders = tuple[tuple[Action, ...], ...]
-"""Each worker's actions."""
-
 
 def is_contiguous(placement: tuple[int, ...]) -> bool:
     """Whether each worker's stages are neighbours, in the workers' order: then a worker acts as one bigger stage."""

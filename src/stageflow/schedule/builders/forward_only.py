@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action
-from stageflow.schedule.builders.common import Orders
+from stageflow.schedule.actions import Action, Orders
 from stageflow.schedule.placement import local_stages
 
 

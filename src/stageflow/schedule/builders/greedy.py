@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action, Kind
-from stageflow.schedule.builders.common import Orders, memory_1f1b
+from stageflow.schedule.actions import Action, Kind, Orders
+from stageflow.schedule.builders.common import memory_1f1b
 from stageflow.schedule.placement import local_stages
 from stageflow.schedule.rules import depends_on
 from stageflow.schedule.simulate import Costs

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action, Kind
-from stageflow.schedule.builders.common import Orders
+from stageflow.schedule.actions import Action, Kind, Orders
 from stageflow.schedule.builders.one_f_one_b import one_f_one_b
 from stageflow.schedule.placement import local_stages, loop
 from stageflow.schedule.simulate import Costs

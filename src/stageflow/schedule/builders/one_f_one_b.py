@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action
-from stageflow.schedule.builders.common import Orders, is_contiguous, through
+from stageflow.schedule.actions import Action, Orders
+from stageflow.schedule.builders.common import is_contiguous, through
 from stageflow.schedule.builders.greedy import greedy
 from stageflow.schedule.placement import local_stages
 from stageflow.schedule.simulate import Costs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action, Kind
-from stageflow.schedule.builders.common import Orders, is_contiguous, memory_1f1b, through
+from stageflow.schedule.actions import Action, Kind, Orders
+from stageflow.schedule.builders.common import is_contiguous, memory_1f1b, through
 from stageflow.schedule.builders.greedy import greedy
 from stageflow.schedule.placement import fold, local_stages
 from stageflow.schedule.simulate import Costs

@@ -132,7 +132,8 @@ def test_paths_that_the_example_did_not_take() -> None:
     example = next(k for k in keys if int(k.sum()) % 2 == 0)
     split = cut(model, tokens=example, stages=3)
     assert split.mirrors.keys() >= {"odd.weight", "odd.bias"}
-    assert_same_training(copy.deepcopy(model), split, [{"tokens": k} for k in keys[:6]], lambda out: out.square().mean())
+    data = [{"tokens": k} for k in keys[:6]]
+    assert_same_training(copy.deepcopy(model), split, data, lambda out: out.square().mean())
 
 
 class ExitsEarly(Model):
@@ -277,9 +278,13 @@ COUNTER = itertools.count(1)
 
 def test_paths_that_part_between_stages_are_noticed() -> None:
     line = Line(cut(Impure(), tokens(), stages=3), travel=False)
-    with pytest.raises(SplitError, match="differs between workers"):
+
+    def several_times() -> None:
         for _ in range(10):
             line.forward(tokens())
+
+    with pytest.raises(SplitError, match="differs between workers"):
+        several_times()
 
 
 def test_a_missing_value_is_named() -> None:

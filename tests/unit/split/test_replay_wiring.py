@@ -276,5 +276,6 @@ def test_output_objects_are_the_models_own() -> None:
     assert type(got) is Result
     assert got.note == "fine"
     assert got.more["list"][1:] == [None, 3]
-    for a, b in [(got.value, expected.value), (got.first, expected.first), (got.more["list"][0], expected.first.mean())]:
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got.value, expected.value)
+    torch.testing.assert_close(got.first, expected.first)
+    torch.testing.assert_close(got.more["list"][0], expected.first.mean())

@@ -16,6 +16,8 @@ no handling of their own, because it is the same Python that runs.
     stage 1      ░░░░░░ ████  ░░░░░░░░  ░░░░░░░░ ████████  ████████  ████  ████  ████
                  ghost  cheap and made of inputs alone: computed again
 
-Files: `ghost` (tensors without values), `log` (what events gave), `interception` (seeing the events), `trace` (one
-recorded run), `opening` (how far the model is taken apart), `needs` (which stage needs what), `program` (the run).
+At split time:  `opening` (how far the model is taken apart) -> `trace` (one recorded run: `events`, `surroundings`,
+                `reach`) -> `needs` (which stage needs what) -> `costs` -> `assembly` (a Split)
+On a worker:    `stage` (the spec that travels, `travel`; a `plan` for each stage) -> `program` -> `run` and `record`
+In both:        `ghost` (tensors without values), `log` (what events gave), `interception` (seeing the events)
 """

@@ -99,7 +99,7 @@ def become(one: Tensor, other: Tensor) -> None:
             "keep the tensor itself, or move the boundary"
         )
     one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__  # type: ignore[misc]
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -152,8 +152,8 @@ METADATA: frozenset[Any] = frozenset(
     )
     + _methods(
         "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device",
-        "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "storage_offset", "__len__",
-        "has_names", "is_same_size", "__hash__", "__repr__", "dim_order", "is_pinned", "is_shared",
+        "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "storage_offset",
+        "__len__", "has_names", "is_same_size", "__hash__", "__repr__", "dim_order", "is_pinned", "is_shared",
         "is_coalesced", "_is_view",
     )
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed, torch.is_inference]

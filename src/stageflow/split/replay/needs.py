@@ -10,7 +10,8 @@ from itertools import permutations
 
 from torch import nn
 
-from stageflow.split.replay.trace import Event, Trace, Value
+from stageflow.split.replay.events import Event, Value
+from stageflow.split.replay.trace import Trace
 
 
 @dataclass

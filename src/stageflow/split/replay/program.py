@@ -3,168 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from stageflow.errors import SplitError
-from stageflow.graph import Bundle, StageProgram, StageResult
-from stageflow.split.deferred import DeferredModel
+from stageflow.graph import Bundle, StageResult
 from stageflow.split.replay.ghost import Ghost, GhostTouched
 from stageflow.split.replay.interception import StageExit, Stand, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
+from stageflow.split.replay.plan import Plan
 from stageflow.split.replay.reach import reachable
 from stageflow.split.replay.run import Run
-from stageflow.split.replay.travel import has_hooks, pack, unpack
-from stageflow.split.spec import StageSpec
 from stageflow.split.state import named_state
 
 MEMORY = 1024  # logs remembered; more only cost time
-
-
-@dataclass
-class Plan:
-    """What one stage has to know of the split.
-
-    stage_of: (path, how many-th call) of every atom call seen in the trace -> its stage.
-    end: the event at which the next stage begins, where that is no call of an atom.
-    opened: modules that are taken apart.
-    names: of the trace's events.
-    choices: event -> outline of what it gave to Python that depends on data; the trace is typical while these recur,
-    handed_back: and these: event -> which of its results is which of its arguments.
-    sends: consumer -> keys of the values it needs, as seen in the trace.
-    cautious: the model decides by data after this stage, so that the trace can't tell what later stages need.
-    common: keys of values that every stage makes by itself.
-    classes: of the values, for those that can't be found by name.
-    draws_unseen: forward draws random numbers from Python's or numpy's generators.
-    within_checkpoints: events that share an activation checkpoint with others.
-    """
-
-    index: int
-    n_stages: int
-    stage_of: dict[tuple[str, int], int]
-    end: int | None
-    opened: frozenset[str]
-    names: tuple[str, ...]
-    choices: dict[int, str]
-    handed_back: dict[int, dict[int, int]]
-    sends: dict[int, list[str]]
-    cautious: bool
-    common: frozenset[str]
-    classes: dict[str, type]
-    draws_unseen: bool
-    within_checkpoints: frozenset[int]
-
-
-@dataclass
-class ReplaySpec(StageSpec):
-    """The whole model, in which all weights that this stage does not use are ghosts.
-
-    model: or the recipe for it.
-    held: the parameters and buffers that are real here, by the names they are owned under.
-    first_names: further names of tied tensors -> the name they are owned under.
-    without_cache: the model's key-value cache is switched off.
-    parametrized: paths of modules with parametrizations, whose generated classes can't travel: until `build` they
-        are of the class they were made from.
-    """
-
-    index: int
-    plan: Plan
-    model: nn.Module | DeferredModel
-    held: frozenset[str]
-    first_names: dict[str, str]
-    without_cache: bool = False
-    parametrized: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.model, nn.Module):
-            for path, module in self.model.named_modules():
-                if parametrize.is_parametrized(module):
-                    module.__class__ = type(module).__bases__[0]
-                    self.parametrized.append(path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if isinstance(self.model, nn.Module) and has_hooks(self.model):
-            state["model"] = pack(self.model)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.model, bytes):
-            self.model = unpack(self.model)
-
-    def build(self, device: torch.device) -> StageProgram:
-        model = self.model
-        if isinstance(model, DeferredModel):
-            model = model.materialise(self.held)
-            haunt(model, self.held, self.first_names, device)
-        for path in self.parametrized:
-            module = model.get_submodule(path)
-            parametrize._inject_new_class(module)
-            for name in module.parametrizations:  # type: ignore[union-attr]
-                parametrize._inject_property(module, name)
-        if self.without_cache:
-            switch_cache_off(model)
-        _move(model, device)
-        return ReplayProgram(self.plan, model, self.first_names, device)
-
-
-def haunt(model: nn.Module, held: AbstractSet[str], first_names: Mapping[str, str], device: torch.device) -> None:
-    """Put ghosts in the place of all parameters and buffers that are not held."""
-    ghosts: dict[int, Ghost] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
-            for last, tensor in table.items():
-                name = f"{path}.{last}" if path else last
-                name = first_names.get(name, name)
-                if tensor is None or name in held or isinstance(tensor, Ghost):
-                    continue
-                if id(tensor) not in ghosts:
-                    ghosts[id(tensor)] = Ghost.of(f"s:{name}", tensor, device)
-                table[last] = ghosts[id(tensor)]  # type: ignore[assignment]
-
-
-def switch_cache_off(model: nn.Module) -> bool:
-    """Switch the key-value cache of transformers models off; whether there was one.
-
-    Training has no use for it, and it would tie all layers together by one object.
-    """
-    found = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            found = True
-    return found
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move what is real; make the ghosts anew, whose device can't be changed."""
-    moved: dict[int, Tensor] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None or tensor.device == device:
-                    continue
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = _moved(tensor, device)
-                table[name] = moved[id(tensor)]  # type: ignore[assignment]
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if isinstance(tensor, Ghost):
-        return Ghost.of(tensor.key, tensor, device)
-    if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
-        return tensor
-    return tensor.to(device)
 
 
 class ReplayProgram:
@@ -193,12 +49,13 @@ class ReplayProgram:
                 self._buffer_places.setdefault(first, (model.get_submodule(path), last))
         self._first_names = first_names
         self.stand = Stand()
-        self.layers: list[nn.Module] = []
+        layers = []
         here = {path for (path, _), stage in plan.stage_of.items() if stage == plan.index}
         for path, module in walk_atoms(model, plan.opened):
             intercept(module, path, self.stand)
             if path in here:
-                self.layers.append(module)
+                layers.append(module)
+        self.layers: Sequence[nn.Module] | None = layers
         self._read: dict[str, Log] = {}
         self._written: dict[tuple[str, tuple[str, ...], tuple[Outcome, ...]], str] = {}
         self._expected: dict[Any, tuple[Log, str]] = {}
@@ -313,12 +170,7 @@ class ReplayProgram:
         """Whether a timeline so far took the path of the trace."""
         typical = self._typical.get(text)
         if typical is None:
-            plan, n = self.plan, len(log.names)
-            typical = (
-                log.names == plan.names[:n]
-                and all(log.outcomes[k].outline == outline for k, outline in plan.choices.items() if k < n)
-                and all(which.items() <= log.outcomes[k].handed_back.items() for k, which in plan.handed_back.items() if k < n)
-            )
+            typical = self.plan.is_typical(log)
             if len(self._typical) >= MEMORY:
                 self._typical.clear()
             self._typical[text] = typical

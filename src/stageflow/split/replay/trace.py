@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from stageflow.errors import FrameError
+from stageflow.split.replay.events import Event, Value
 from stageflow.split.replay.ghost import METADATA, Ghost
 from stageflow.split.replay.interception import (
     Stand,
@@ -29,80 +25,17 @@ from stageflow.split.replay.interception import (
     tensors_in,
     walk_atoms,
 )
-from stageflow.split.replay.log import NOTHING, OPAQUE, Outcome, describe, raised
+from stageflow.split.replay.log import OPAQUE, describe, raised
 from stageflow.split.replay.reach import contents
+from stageflow.split.replay.surroundings import Surroundings
 from stageflow.split.state import named_state
-
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
-_REENTRANT = CheckpointFunction.forward.__code__
-
-
-@dataclass(eq=False)
-class Value:
-    """A tensor object of the timeline.
-
-    key: "12.0" for the first tensor that event 12 made, "i3" for the third tensor of the input, "s:name" for
-        parameters and buffers, "c..." for constants that lie around in the model or a global.
-    born: the event that made it; -1 for what was there before.
-    tensor: kept, so that its id stays taken.
-    tainted: whether it depends on more than shapes: on the input's values, the weights, or chance.
-    """
-
-    key: str
-    born: int
-    tensor: Tensor
-    tainted: bool
-
-
-@dataclass(eq=False)
-class Event:
-    """A call of an atom, or of a torch function between atoms.
-
-    number: in the timeline. name: of the function; of an atom, its path. call: how many-th call of this atom.
-    uses, makes, changes: tensors it takes or reads from elsewhere, new ones it gives, ones it changes in place.
-    extracts: gives Python something that depends on more than shapes. random: may draw random numbers.
-    region: the activation checkpoints around it, outermost first.
-    example: of an atom, its arguments, to measure it.
-    """
-
-    number: int
-    name: str
-    call: int | None = None
-    uses: list[Value] = field(default_factory=list)
-    makes: list[Value] = field(default_factory=list)
-    changes: list[Value] = field(default_factory=list)
-    extracts: bool = False
-    random: bool = False
-    region: tuple[int, ...] = ()
-    outcome: Outcome = NOTHING
-    example: Any = None
-
-    @property
-    def is_atom(self) -> bool:
-        return self.call is not None
-
-    @property
-    def parameter(self) -> str | None:
-        """The first parameter that a torch function takes directly."""
-        states = (v.key[2:] for v in self.uses if v.key.startswith("s:") and isinstance(v.tensor, nn.Parameter))
-        return None if self.is_atom else next(states, None)
-
-    @property
-    def label(self) -> str:
-        """What to call it where the user sees it."""
-        return self.parameter or self.name
-
-    @property
-    def by_autograd(self) -> bool:
-        """Whether it runs a backward pass, which needs the graph in one piece."""
-        return not self.is_atom and self.name in ("grad", "backward")
 
 
 class Trace(Timeline):
     """Records a timeline while the model computes for real.
 
     escapes: atoms that hand out tensors in other ways than by their result, and so have to be opened; with reasons.
-    sealed: modules that must not be opened, with reasons.
+    surroundings: knows which modules must not be opened.
     draws_unseen: whether Python's or numpy's random numbers were drawn.
     output: the values in the model's output.
     """
@@ -115,7 +48,7 @@ class Trace(Timeline):
         self._model = model
         self.events: list[Event] = []
         self.escapes: dict[str, str] = {}
-        self.sealed: dict[str, str] = {}
+        self.surroundings = Surroundings(model)
         self.draws_unseen = False
         self.classes: dict[str, type] = {}
         self.output: list[Value] = []
@@ -127,8 +60,6 @@ class Trace(Timeline):
         self._calls: dict[str, int] = defaultdict(int)
         self._atom: Event | None = None
         self._used: set[Value] = set()
-        self._frames: dict[int, FrameType] = {}
-        self._paths = {id(module): path for path, module in model.named_modules()}
         for name, tensor, _ in named_state(model):
             if id(tensor) not in self._values:
                 self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, isinstance(tensor, nn.Parameter)))
@@ -179,7 +110,7 @@ class Trace(Timeline):
             return contents(sys._getframe(4), run_trace.__code__, self._model)
 
     def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
-        event.region = self._regions(event)
+        event.region = self.surroundings.look(at_module=event.is_atom)
         self.events.append(event)
         arguments = tensors_in((args, kwargs))
         event.uses = [self._known(tensor, event) for tensor in arguments]
@@ -235,33 +166,11 @@ class Trace(Timeline):
                 self.escapes.setdefault(event.name, "it gives a tensor that it did not get as an argument")
         event.extracts = tainted and not event.is_atom and event.outcome.outline not in ("", "null") and not found
 
-    # -- surroundings
-
-    def _regions(self, event: Event) -> tuple[int, ...]:
-        """The calls of torch.utils.checkpoint that are running, innermost first."""
-        found = []
-        for frame in _frames(2):
-            if frame.f_code is _CHECKPOINT:
-                found.append(id(frame))
-                self._frames[id(frame)] = frame  # kept, so that its id stays taken
-            elif event.is_atom and frame.f_code is not _REENTRANT and _is_function_forward(frame):
-                self._seal("it calls modules inside an autograd.Function", frame.f_back)
-        return tuple(found)
-
-    def _seal(self, reason: str, frame: FrameType | None = None) -> None:
-        """Keep the module whose code is running in one piece."""
-        for outer in _frames(2) if frame is None else _frames_of(frame):
-            path = self._paths.get(id(outer.f_locals.get("self")))
-            if path is not None:
-                self.sealed.setdefault(path, reason)
-                return
-        self.sealed.setdefault("", reason)
+    # -- the end
 
     def finish(self, model: nn.Module, output: Any) -> None:
         """Note what can be seen only at the end."""
-        for frame in self._frames.values():
-            frame.clear()
-        self._frames.clear()
+        self.surroundings.forget()
         end = Event(len(self.events), "the model's output")
         self.output = [self._known(tensor, end) for tensor in tensors_in(output)]
         for name, tensor, _ in named_state(model):
@@ -287,7 +196,8 @@ class Trace(Timeline):
             reason = f"a tensor made inside it reaches {event.name!r} in another way than by its result"
             self.escapes.setdefault(maker[1], reason)
         elif tensor.grad_fn is not None:
-            self._seal(f"{event.name!r} uses a tensor of {tensor.grad_fn.name()} that no call of torch seems to make")
+            maker_name = tensor.grad_fn.name()
+            self.surroundings.seal(f"{event.name!r} uses a tensor of {maker_name} that no call of torch seems to make")
         return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
 
     def _inside_atom(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -304,7 +214,7 @@ class Trace(Timeline):
         result = func(*lend(args), **lend(kwargs)) if self._hollow else func(*args, **kwargs)
         for tensor in tensors_in(result):
             if id(tensor) not in self._values:
-                tensor.__dict__.setdefault("_made_inside", (self, self._atom.name, self._atom.number))
+                vars(tensor).setdefault("_made_inside", (self, self._atom.name, self._atom.number))  # type: ignore[attr-defined]
         return result
 
 
@@ -340,23 +250,6 @@ def run_trace(
 def _unseen_state() -> Any:
     kind, words, *rest = np.random.get_state()
     return random.getstate(), kind, bytes(words), rest  # type: ignore[arg-type]
-
-
-def _frames(depth: int) -> Iterator[FrameType]:
-    """The frames around the caller's caller's, ... ``depth`` levels up, innermost first."""
-    return _frames_of(sys._getframe(depth))
-
-
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_function_forward(frame: FrameType) -> bool:
-    """Whether this is the forward of an autograd.Function."""
-    names = frame.f_code.co_varnames
-    return frame.f_code.co_name == "forward" and bool(names) and isinstance(frame.f_locals.get(names[0]), FunctionCtx)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from stageflow.runtime.batch import Batch
 from stageflow.runtime.entry import arrive
 from stageflow.runtime.stage import Stage
 from stageflow.schedule.actions import Action
+from stageflow.schedule.rules import depends_on, is_backward
 from stageflow.transport.base import Endpoint, Interrupt, Tag
 
 
@@ -62,10 +63,27 @@ class Order:
 
 @dataclass
 class Outcome:
-    """What a worker got out of a step: per micro-batch, on the worker of the output stage."""
+    """What a worker got out of a step.
+
+    losses: per micro-batch, on the worker of the output stage. peak_in_flight: most micro-batches kept at once.
+    """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     peak_in_flight: int = 0
+
+
+OnOutput = Callable[[int, Any, Any], None]
+"""Called with (micro-batch, output, target) of the output stage."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A step under way on this worker."""
+
+    step: Step
+    splits: frozenset[tuple[int, int]]
+    on_output: OnOutput | None
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class Executor:
@@ -94,22 +112,22 @@ class Executor:
         self._timeout = timeout
         self._device = device
         self._handed: dict[Tag, Bundle] = {}
-        self._table: dict[str, Callable[[Step, int, int, Outcome], float]] = {
+        # each does an action and gives the time at which it had all it waited for
+        self._table: dict[str, Callable[[_Run, Action], float]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._backward_weights,
         }
 
-    def run(self, order: Order, step: Step, on_output: Callable[[int, Any, Any], None] | None) -> Outcome:
+    def run(self, order: Order, step: Step, on_output: OnOutput | None) -> Outcome:
         """Do the actions in order.
 
-        on_output: called as (micro-batch, output, target) with each output of the output stage when not training.
+        on_output: for steps that don't train.
         Whatever is raised bears attributes ``stage``, ``action`` and ``microbatch`` that say where.
         """
-        outcome = Outcome()
-        self._on_output = on_output
-        self._splits = order.splits
+        run = _Run(step, order.splits, on_output)
+        outcome = run.outcome
         clock, record, show = self._recorder.clock, self._recorder.record, self._board.set
         action = None
         try:
@@ -117,7 +135,7 @@ class Executor:
                 kind, stage, microbatch = action
                 self._interrupt.check()
                 show(str(action))
-                start = self._table[kind](step, stage, microbatch, outcome)
+                start = self._table[kind](run, action)
                 record(stage, kind, microbatch, start, clock())
                 if kind == "F" and step.train:
                     in_flight = sum(each.in_flight for each in self._stages.values())
@@ -134,48 +152,41 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
-    def _forward(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
-        received = {
-            producer: self._receive(Tag(step.number, "F", producer, stage, microbatch), "F")
-            for producer in self._graph.predecessors(stage)
-        }
+    def _forward(self, run: _Run, action: Action) -> float:
+        _, stage, microbatch = action
+        step = run.step
+        received = self._gather(run, action)
         inputs = step.batch.microbatch(microbatch)
         start = self._recorder.clock()
-        split = (stage, microbatch) in self._splits
+        split = (stage, microbatch) in run.splits
         ran = self._stages[stage].forward(microbatch, inputs, received, step.key, train=step.train, split=split)
         for consumer, bundle in ran.bundles.items():
             self._hand_over(Tag(step.number, "F", stage, consumer, microbatch), bundle)
         if ran.loss is not None:
-            outcome.losses[microbatch] = ran.loss
-        if stage == self._graph.output_stage and self._on_output is not None:
-            self._on_output(microbatch, ran.output, inputs.target)
+            run.outcome.losses[microbatch] = ran.loss
+        if stage == self._graph.output_stage and run.on_output is not None:
+            run.on_output(microbatch, ran.output, inputs.target)
         return start
 
-    def _backward(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
-        return self._differentiate(self._stages[stage].backward, step, stage, microbatch)
+    def _backward(self, run: _Run, action: Action) -> float:
+        return self._differentiate(self._stages[action.stage].backward, run, action)
 
-    def _backward_inputs(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
-        return self._differentiate(self._stages[stage].backward_inputs, step, stage, microbatch)
+    def _backward_inputs(self, run: _Run, action: Action) -> float:
+        return self._differentiate(self._stages[action.stage].backward_inputs, run, action)
 
     def _differentiate(
-        self,
-        backward: Callable[[int, Mapping[int, Bundle], float], dict[int, Bundle]],
-        step: Step,
-        stage: int,
-        microbatch: int,
+        self, backward: Callable[[int, Mapping[int, Bundle], float], dict[int, Bundle]], run: _Run, action: Action
     ) -> float:
-        gradients = {
-            consumer: self._receive(Tag(step.number, "B", consumer, stage, microbatch), "B")
-            for consumer in self._graph.successors(stage)
-        }
+        _, stage, microbatch = action
+        gradients = self._gather(run, action)
         start = self._recorder.clock()
-        for producer, bundle in backward(microbatch, gradients, step.weights[microbatch]).items():
-            self._hand_over(Tag(step.number, "B", stage, producer, microbatch), bundle)
+        for producer, bundle in backward(microbatch, gradients, run.step.weights[microbatch]).items():
+            self._hand_over(Tag(run.step.number, "B", stage, producer, microbatch), bundle)
         return start
 
-    def _backward_weights(self, step: Step, stage: int, microbatch: int, outcome: Outcome) -> float:
+    def _backward_weights(self, run: _Run, action: Action) -> float:
         start = self._recorder.clock()
-        self._stages[stage].backward_weights(microbatch)
+        self._stages[action.stage].backward_weights(action.microbatch)
         return start
 
     def _hand_over(self, tag: Tag, bundle: Bundle) -> None:
@@ -185,23 +196,36 @@ class Executor:
         else:
             self._endpoint.send(worker, tag, bundle)
 
-    def _receive(self, tag: Tag, kind: str) -> Bundle:
-        """The message from another stage, wherever that sits."""
+    def _gather(self, run: _Run, action: Action) -> dict[int, Bundle]:
+        """The bundle of every other stage that the action waits for."""
+        kind = "B" if is_backward(action) else "F"
+        return {
+            need.stage: self._receive(
+                Tag(run.step.number, kind, need.stage, action.stage, action.microbatch), action, need
+            )
+            for need in depends_on(action, self._graph, _in_one_piece)
+            if need.stage != action.stage
+        }
+
+    def _receive(self, tag: Tag, action: Action, need: Action) -> Bundle:
+        """The message that an action needs of another, wherever that ran."""
         bundle = self._handed.pop(tag, None)
         if bundle is not None:
             return bundle
         worker = self._placement[tag.source]
         if self._endpoint is None or worker == self._endpoint.rank:
-            raise StageflowError(
-                f"{tag.source}{kind}{tag.microbatch} has not run yet on this worker: the schedule is wrong"
-            )
-        action = f"{tag.target}{kind}{tag.microbatch}"
-        self._board.set(action, f"{tag.source}{kind}{tag.microbatch} from worker {worker}")
+            raise StageflowError(f"{action} needs {need}, which has not run yet on this worker: the schedule is wrong")
+        self._board.set(str(action), f"{need} from worker {worker}")
         started = self._recorder.clock()
         bundle = arrive(self._endpoint.recv(tag, self._timeout), self._device)
         self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())
-        self._board.set(action)
+        self._board.set(str(action))
         return bundle
+
+
+def _in_one_piece(stage: int, microbatch: int) -> bool:
+    """A message of gradients is the same whether a B or an I sent it, and is told as of a B."""
+    return True
 
 
 def _locate(error: BaseException, action: Action) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stageflow.errors import InputError
@@ -10,6 +11,7 @@ from stageflow.runtime.batch import TARGET
 from stageflow.runtime.worker import WorkerPlan
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.split import Split
+from stageflow.transport.structure import flatten
 
 AUTO = "auto"
 
@@ -34,6 +36,7 @@ class Blueprint:
         self._wanted = wanted
         self._workers = workers
         self._split: Split | None = None
+        self._shown: frozenset[str] = frozenset()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         # every further schedule, of a smaller batch or after the split, has to be for these same workers
         self._workers = self.schedule_for(microbatches).n_workers
@@ -47,6 +50,11 @@ class Blueprint:
     def split(self, split: Split) -> None:
         self._split = split
         self._schedules.clear()
+
+    def show(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Tell what the model is split with; it says who reads just those arguments that hold tensors there."""
+        slots = {str(i): value for i, value in enumerate(args)} | {"=" + name: value for name, value in kwargs.items()}
+        self._shown = frozenset(slot for slot, value in slots.items() if flatten(value)[0])
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -125,12 +133,17 @@ class Blueprint:
         ]
 
     def wants(self, worker: int, name: str) -> bool:
-        """Whether a worker reads the values of a tensor of the batch, by its flat name (see `Batch`)."""
+        """Whether a worker may read the values of a tensor of the batch, by its flat name (see `Batch`).
+
+        Of what the example did not show, in this place or under this name, nobody knows, so everybody gets it.
+        """
         split = self._split
         assert split is not None
         slot = name.partition("/")[0]
         if slot == TARGET:
             return self.placement[split.graph.output_stage] == worker
+        if slot not in self._shown:
+            return True
         for stage, holder in enumerate(self.placement):
             used = split.inputs_used[stage]
             if holder == worker and (

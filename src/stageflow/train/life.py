@@ -75,6 +75,7 @@ class Life:
 
     def _start(self, inputs: MicroBatch) -> Crew:
         blueprint = self._blueprint
+        blueprint.show(inputs.args, inputs.kwargs)
 
         def split() -> Split:
             example = (inputs.args, inputs.kwargs)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
-
-from stageflow.transport.base import Tag
 
 if TYPE_CHECKING:
     from stageflow.launch.base import WorkerContext
@@ -23,25 +20,14 @@ class Prober:
         self._rank = context.rank
         self._endpoint = context.endpoint()
 
-    def bounce(self, number: int, size: int, rounds: int) -> float:
-        """Send a message of so many bytes to and fro; the median seconds of one way."""
-        import torch
+    def bounce(self, number: int, size: int, rounds: int) -> float | None:
+        """Worker 0 measures messages of so many bytes, worker 1 answers; the median seconds of one way."""
+        from stageflow.transport.probe import answer, measure_link
 
-        from stageflow.graph import Bundle
-
-        payload = Bundle({"x": torch.zeros(size, dtype=torch.uint8)})
-        peer = 1 - self._rank
-        times: list[float] = []
-        for turn in range(rounds):
-            start = time.perf_counter()
-            if self._rank == 0:
-                self._endpoint.send(peer, Tag(number, "probe", 0, 1, turn), payload)
-                self._endpoint.recv(Tag(number, "probe", 1, 0, turn), WAIT)
-            else:
-                received = self._endpoint.recv(Tag(number, "probe", 0, 1, turn), WAIT)
-                self._endpoint.send(peer, Tag(number, "probe", 1, 0, turn), received)
-            times.append(time.perf_counter() - start)
-        return sorted(times)[rounds // 2] / 2
+        if self._rank == 0:
+            return measure_link(self._endpoint, 1, [size], rounds, step=number)[0].seconds
+        answer(self._endpoint, 0, step=number)
+        return None
 
 
 def measure_links() -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stageflow.launch.devices import usable_cores
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY")
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -36,7 +38,7 @@ def cores() -> dict[str, Any]:
     """Cores that exist, that this process may use, and that its control group pays for; thread settings."""
     return {
         "present": os.cpu_count() or 1,
-        "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "usable": usable_cores(),
         "quota": cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         "variables": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
     }

@@ -215,9 +215,10 @@ def _figures(args: argparse.Namespace, job: Job, seen: Run, parameters: int) -> 
 def _compare(args: argparse.Namespace, job: Job, calls: list[Call], seen: Run, result: dict[str, Any]) -> bool:
     """Train the first steps in this process with one worker's threads, then with all cores; True if losses agree."""
     from stageflow.cli.demo.single import train_single
+    from stageflow.launch.devices import usable_cores
 
     device = "cuda:0" if args.device.startswith("cuda") else args.device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     runs: dict[int, SingleRun] = {}
     for threads in sorted({args.threads, cores}):
         runs[threads] = train_single(job, calls[: PARITY_STEPS + 2], _optimizer(args), threads, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from stageflow.errors import InputError
+from stageflow.launch.devices import usable_cores
 from stageflow.runtime.stage import Recompute
 from stageflow.schedule import Schedule
 
@@ -45,7 +45,7 @@ def count_stages(stages: int | Literal["auto"], schedule: str | Schedule, device
             return len(device)
         if device.startswith("cuda"):
             return max(1, torch.cuda.device_count())
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return usable_cores()
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise InputError(f"stages must be a whole number >= 1 or 'auto', got {stages!r}")
     return stages

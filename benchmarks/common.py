@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,11 @@ class Turn(NamedTuple):
 
     seconds: float
     loss: float
+
+
+def say(what: str) -> None:
+    """Tell whoever waits what is going on."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -43,6 +49,7 @@ def in_turn(
     fills caches and is not counted where a turn has several; of the others the median counts.
     """
     names = list(contestants)
+    say(f"{', '.join(names)}: {warm_up} + {rounds} rounds")
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
         first = number % len(names)

@@ -109,14 +109,14 @@ class TorchWorkers:
     end of the last worker's step.
     """
 
-    def __init__(self, workers: int, task: Task, plans: Mapping[str, TorchPlan]) -> None:
+    def __init__(self, workers: int, jobs: Mapping[str, tuple[Task, TorchPlan]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(workers):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, workers, os.path.join(self._folder.name, "rendezvous"), task, dict(plans))
+            arguments = (theirs, rank, workers, os.path.join(self._folder.name, "rendezvous"), dict(jobs))
             process = context.Process(target=_torch_worker, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -126,7 +126,7 @@ class TorchWorkers:
             pipe.recv()
 
     def step(self, name: str) -> Turn:
-        """One step of one of the plans."""
+        """One step of one of the jobs."""
         for pipe in self._pipes:
             pipe.send(name)
         answers = [pipe.recv() for pipe in self._pipes]
@@ -150,12 +150,12 @@ class TorchWorkers:
 
 
 def _torch_worker(
-    pipe: Connection, rank: int, workers: int, rendezvous: str, task: Task, plans: Mapping[str, TorchPlan]
+    pipe: Connection, rank: int, workers: int, rendezvous: str, jobs: Mapping[str, tuple[Task, TorchPlan]]
 ) -> None:
     warnings.simplefilter("ignore")  # torch's own, about its private parts
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
-    steps = {name: _torch_step(task, plan, rank, workers) for name, plan in plans.items()}
+    steps = {name: _torch_step(task, plan, rank, workers) for name, (task, plan) in jobs.items()}
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         while (name := pipe.recv()) is not None:

@@ -35,7 +35,9 @@ def task_of(stages: int, forward: float, backward: float) -> contestants.Task:
     return contestants.Task(build, x, torch.randn_like(x), MICROBATCHES)
 
 
-def measure(forward: float, backward: float, rounds: int) -> dict[str, tuple[float, float]]:
+def measure(
+    forward: float, backward: float, rounds: int, peers: contestants.TorchWorkers
+) -> dict[str, tuple[float, float]]:
     """Per contestant seconds of a step, and what its schedule would take if nothing but the sleeps took time."""
     times: dict[str, tuple[float, float]] = {}
     classic = (MICROBATCHES + DEVICES - 1) * (forward + backward)
@@ -48,10 +50,14 @@ def measure(forward: float, backward: float, rounds: int) -> dict[str, tuple[flo
         with contestants.stageflow_pipeline(task, name, stages, workers=DEVICES) as pipe:
             field = {name: contestants.stageflow_step(pipe, task)}
             times[f"stageflow {name}"] = (_seconds(field, rounds), ideal.simulate(costs).makespan)
-    with contestants.TorchWorkers(DEVICES, task_of(DEVICES, forward, backward), TORCH) as peers:
-        for name in TORCH:
-            times[name] = (_seconds({name: partial(peers.step, name)}, rounds), classic)
+    for name in TORCH:
+        step = partial(peers.step, _job(name, forward))
+        times[name] = (_seconds({name: step}, rounds), classic)
     return times
+
+
+def _job(name: str, forward: float) -> str:
+    return f"{name}, F {forward} s"
 
 
 def _seconds(field: dict[str, Callable[[], Turn]], rounds: int) -> float:
@@ -78,12 +84,18 @@ def main() -> None:
     found = common.environment()
     results = {}
     parts = []
-    for forward, backward in SETTINGS:
-        times = measure(forward, backward, options.rounds)
-        results[f"F {forward} s, B {backward} s"] = {
-            name: {"seconds": seconds, "ideal": ideal} for name, (seconds, ideal) in times.items()
-        }
-        parts.append(report(forward, backward, times))
+    jobs = {
+        _job(name, forward): (task_of(DEVICES, forward, backward), plan)
+        for name, plan in TORCH.items()
+        for forward, backward in SETTINGS
+    }
+    with contestants.TorchWorkers(DEVICES, jobs) as peers:
+        for forward, backward in SETTINGS:
+            times = measure(forward, backward, options.rounds, peers)
+            results[f"F {forward} s, B {backward} s"] = {
+                name: {"seconds": seconds, "ideal": ideal} for name, (seconds, ideal) in times.items()
+            }
+            parts.append(report(forward, backward, times))
     common.publish(options, __file__, found, results, "\n\n".join(parts))
 
 

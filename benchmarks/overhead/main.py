@@ -46,11 +46,10 @@ def measure(rounds: int) -> dict[str, float]:
             pipe = stack.enter_context(contestants.stageflow_pipeline(tasks[stages], name, stages, workers=WORKERS))
             field[f"stageflow {name}"] = contestants.stageflow_step(pipe, tasks[stages])
             stages_of[f"stageflow {name}"] = stages
-        for stages, task in tasks.items():
-            plans = {name: plan for name, plan in TORCH.items() if plan.stages == stages}
-            peers = stack.enter_context(contestants.TorchWorkers(WORKERS, task, plans))
-            field |= {name: partial(peers.step, name) for name in plans}
-            stages_of |= dict.fromkeys(plans, stages)
+        jobs = {name: (tasks[plan.stages], plan) for name, plan in TORCH.items()}
+        peers = stack.enter_context(contestants.TorchWorkers(WORKERS, jobs))
+        field |= {name: partial(peers.step, name) for name in TORCH}
+        stages_of |= {name: plan.stages for name, plan in TORCH.items()}
         turns = common.in_turn(field, rounds, warm_up=2, steps=6)
     seconds = {name: common.median_seconds(taken) for name, taken in turns.items()}
     return {

@@ -43,7 +43,7 @@ def measure(width: int, microbatches: int, steps: int, rounds: int) -> dict[str,
         for name, stages in OURS.items():
             pipe = stack.enter_context(contestants.stageflow_pipeline(task, name, stages, workers=2))
             field[f"stageflow {name}"] = contestants.stageflow_step(pipe, task)
-        peers = stack.enter_context(contestants.TorchWorkers(2, task, TORCH))
+        peers = stack.enter_context(contestants.TorchWorkers(2, {name: (task, plan) for name, plan in TORCH.items()}))
         field |= {name: partial(peers.step, name) for name in TORCH}
         turns = common.in_turn(field, rounds, warm_up=2, steps=steps)
     want = turns[ALONE][-1].loss

@@ -192,7 +192,9 @@ class Executor:
     def _hand_over(self, tag: Tag, bundle: Bundle) -> None:
         worker = self._placement[tag.target]
         if self._endpoint is None or worker == self._endpoint.rank:
-            self._handed[tag] = bundle
+            # a copy, as any transport makes: the receiver may change it, and so may the sender, if it is a buffer
+            tensors = {name: tensor.clone() for name, tensor in bundle.tensors.items()} if tag.kind == "F" else None
+            self._handed[tag] = bundle if tensors is None else Bundle(tensors, bundle.meta)
         else:
             self._endpoint.send(worker, tag, bundle)
 

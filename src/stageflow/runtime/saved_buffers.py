@@ -6,30 +6,33 @@ and move the buffer on, so what was kept has to be a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stageflow.graph import StageProgram
+
 
 class SavedBuffers:
     """Copies the buffers of one stage where autograd keeps them, if a forward was seen to change them."""
 
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(self, program: StageProgram) -> None:
+        self._program = program
         self._at_risk: dict[bool, list[str]] = {}  # by train/eval mode; absent: not seen yet
 
-    @contextmanager
-    def protected(self, training: bool) -> Iterator[None]:
+    def protected(self, training: bool) -> AbstractContextManager[None]:
         """To be open around a forward that builds a graph."""
-        names = self._at_risk.get(training, self._buffers)
-        if not names:
-            yield
-            return
-        memory = {self._buffers[name].untyped_storage().data_ptr(): name for name in names}
-        versions = {name: self._buffers[name]._version for name in names}
+        names = self._at_risk.get(training)
+        return nullcontext() if names == [] else self._copying(training, names)
+
+    @contextmanager
+    def _copying(self, training: bool, names: list[str] | None) -> Iterator[None]:
+        buffers = self._program.buffers
+        versions = {name: buffers[name]._version for name in (buffers if names is None else names)}
+        memory = {buffers[name].untyped_storage().data_ptr(): name for name in versions}
         saved: set[str] = set()
 
         def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
@@ -41,8 +44,8 @@ class SavedBuffers:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
-        if training not in self._at_risk:
-            self._at_risk[training] = [name for name in saved if self._buffers[name]._version != versions[name]]
+        if names is None:
+            self._at_risk[training] = [name for name in saved if buffers[name]._version != versions[name]]
 
 
 def _unpack(packed: tuple[Tensor, Any]) -> Tensor:

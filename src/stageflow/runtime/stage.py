@@ -114,7 +114,7 @@ class Stage:
         self._trains = any(p.requires_grad for p in program.parameters.values())
         self._takes_leaves = getattr(program, "takes_leaves", False)
         self._prepared = False
-        self._saved_buffers = SavedBuffers(program.buffers)
+        self._saved_buffers = SavedBuffers(program)
         self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
 
     def prepare_split_backward(self) -> None:
@@ -323,7 +323,7 @@ class Stage:
         self.put_off.pending = None
 
     def _keeping_buffers(self) -> AbstractContextManager[Any]:
-        if not torch.is_grad_enabled() or not self.program.buffers:
+        if not torch.is_grad_enabled():
             return nullcontext()
         return self._saved_buffers.protected(self.program.module.training)
 

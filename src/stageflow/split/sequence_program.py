@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,18 @@ class SequenceProgram:
     def __init__(self, spec: SequenceSpec, module: nn.ModuleList) -> None:
         self.index = spec.index
         self.module: nn.Module = module
-        self.layers: list[nn.Module] = list(module[:-1])
+        self.layers: Sequence[nn.Module] | None = list(module[:-1])
         self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}
         *layers, loose = module
         for name, layer in zip(spec.names, layers, strict=True):
             self._register(layer, f"{name}.", spec.first_names)
         for name in spec.loose:
-            kind = self.parameters if name.replace(".", "/") in loose._parameters else self.buffers
-            kind[name] = getattr(loose, name.replace(".", "/"))
+            key = name.replace(".", "/")
+            if key in loose._parameters:
+                self.parameters[name] = getattr(loose, key)
+            else:
+                self._buffers[name] = (loose, key)
         self._steps = [(2 * number, layer) for number, layer in zip(spec.numbers, layers, strict=True)]
         if spec.index == 0:
             self._steps[0] = (0, _take_one(layers[0]) if spec.one_input else _take_all(layers[0]))
@@ -101,9 +104,18 @@ class SequenceProgram:
         self._changes_input: dict[bool, bool] = {}
 
     def _register(self, layer: nn.Module, prefix: str, first_names: dict[str, str]) -> None:
-        for name, tensor, kind in named_state(layer):
-            known: dict[str, Any] = self.parameters if kind == "parameter" else self.buffers
-            known.setdefault(first_names[prefix + name], tensor)
+        for name, tensor, _ in named_state(layer):
+            first = first_names[prefix + name]
+            if isinstance(tensor, nn.Parameter):
+                self.parameters.setdefault(first, tensor)
+            else:
+                path, _, last = name.rpartition(".")
+                self._buffers.setdefault(first, (layer.get_submodule(path), last))
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The live buffers; a forward may put another tensor in a buffer's place."""
+        return {name: getattr(module, last) for name, (module, last) in self._buffers.items()}
 
     def forward(
         self,

@@ -5,8 +5,9 @@
     └────────┴──────────────┴───────────┴──┴──────────────┴──┴──────────────┴──┘
 
 prefix: magic, version, the tag, the sizes of what follows, and a checksum of prefix, descriptors and meta.
-descriptors: one per tensor: name, dtype, shape, offset of its bytes from the start of the frame. Tensor bytes are
-always C-contiguous; how a tensor lay in the sender's memory does not travel.
+descriptors: one per tensor: name, dtype, shape, order of its dimensions in memory, offset of its bytes from the start
+of the frame. The bytes have no gaps; the order travels because results depend on it: dropout hands out its mask as
+values lie in memory, and ``view`` takes some orders only.
 
 Everything is little endian. Nothing is ever unpickled, and every number that was read is checked before it is used.
 """
@@ -112,7 +113,7 @@ class Encoder:
         tensors = bundle.tensors
         try:
             ready = [t if _is_plain(t) else _made_plain(t) for t in tensors.values()]
-            key = tuple([(name, t.dtype, t.shape) for name, t in zip(tensors, ready, strict=True)])
+            key = tuple([(name, t.dtype, t.shape, dimension_order(t)) for name, t in zip(tensors, ready, strict=True)])
             layout = self._layouts.get(key)
             if layout is None:
                 layout = self._remembered(key)
@@ -120,7 +121,7 @@ class Encoder:
             head, start = _head(tag, layout, meta)
         except FrameError as problem:
             raise FrameError(f"can't send {tuple(tag)}: {problem}") from None
-        parts = tuple([(start + offset, t) for offset, t in zip(layout.offsets, ready, strict=True)])
+        parts = tuple([(start + offset, _in_order(t)) for offset, t in zip(layout.offsets, ready, strict=True)])
         return Frame(tag, head, parts, start + layout.payload)
 
     def _encoded(self, meta: Any) -> bytes:
@@ -160,7 +161,25 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _made_plain(tensor: Tensor) -> Tensor:
-    return _dense(tensor).detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+    return _dense(tensor).detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
+
+
+def dimension_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from outermost to innermost in memory, as in a result computed from it; None: as numbered."""
+    return None if tensor.is_contiguous() else _order_of_strides(torch.empty_like(tensor, device="meta").stride())
+
+
+@functools.lru_cache(1024)
+def _order_of_strides(strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    numbered = tuple(range(len(strides)))
+    order = tuple(sorted(numbered, key=lambda dim: -strides[dim]))
+    return None if order == numbered else order
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """The tensor with its dimensions in the order of memory, contiguous."""
+    order = dimension_order(tensor)
+    return (tensor if order is None else tensor.permute(order)).contiguous()
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -173,19 +192,14 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def portable_copy(tag: Tag, bundle: Bundle) -> Bundle:
-    """What a receiver would get of a message, without the detour over bytes: own, contiguous, on the same device.
+    """What a receiver would get of a message, without the detour over bytes: own, without gaps, on the same device.
 
     Raises the same FrameErrors as encoding would.
     """
     _kind_bytes(tag.kind)
-    _layout(tuple((name, t.dtype, t.shape) for name, t in bundle.tensors.items()))
+    _layout(tuple((name, t.dtype, t.shape, None) for name, t in bundle.tensors.items()))
     tensors = {
-        name: _dense(t)
-        .detach()
-        .as_subclass(Tensor)
-        .resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
+        name: _dense(t).detach().as_subclass(Tensor).resolve_conj().resolve_neg().clone()
         for name, t in bundle.tensors.items()
     }
     return Bundle(tensors, decode_meta(encode_meta(bundle.meta)))
@@ -198,21 +212,22 @@ def _layout(key: tuple[Any, ...]) -> _Layout:
 
 
 def describe(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], offsets: list[int] | None = None
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int], Sequence[int] | None]], offsets: list[int] | None = None
 ) -> tuple[bytes, int]:
     """(descriptors of tensors laid one after the other, bytes they take together); see `parse_descriptors`.
 
-    tensors: (name, dtype, shape) of each. offsets: is extended by where each one starts.
+    tensors: (name, dtype, shape, see `dimension_order`) of each. offsets: is extended by where each one starts.
     """
     pieces, at = [], 0
-    for name, dtype, shape in tensors:
+    for name, dtype, shape, order in tensors:
         code = _CODES.get(dtype)
         if code is None:
             raise FrameError(f"tensor {name!r} has dtype {dtype}, which has no place in a frame")
         if len(shape) > MAX_DIMENSIONS:
             raise FrameError(f"tensor {name!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
         text = name.encode()
-        pieces += [_DESCRIPTOR.pack(len(text), code, len(shape), at), struct.pack(f"<{len(shape)}Q", *shape), text]
+        pieces += [_DESCRIPTOR.pack(len(text), code, len(shape), at), struct.pack(f"<{len(shape)}Q", *shape)]
+        pieces += [bytes(order or range(len(shape))), text]
         if offsets is not None:
             offsets.append(at)
         at = _aligned(at + math.prod(shape) * dtype.itemsize)
@@ -314,6 +329,7 @@ class Described(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    order: tuple[int, ...] | None
     offset: int
     numel: int
 
@@ -364,9 +380,11 @@ def parse_descriptors(count: int, payload: int, data: bytes) -> tuple[Described,
             at += _DESCRIPTOR.size
             shape = struct.unpack_from(f"<{n_dims}Q", data, at)
             at += 8 * n_dims
+            order = tuple(data[at : at + n_dims])
+            at += n_dims
             name = data[at : at + n_name].decode()
             at += n_name
-            found.append(_checked(name, code, shape, offset, payload))
+            found.append(_checked(name, code, shape, order, offset, payload))
     except (struct.error, UnicodeDecodeError) as problem:
         raise FrameError(f"the descriptors of a frame are damaged: {problem}") from None
     if at != len(data) or len({d.name for d in found}) != count:
@@ -374,7 +392,9 @@ def parse_descriptors(count: int, payload: int, data: bytes) -> tuple[Described,
     return tuple(found)
 
 
-def _checked(name: str, code: int, shape: tuple[int, ...], offset: int, payload: int) -> Described:
+def _checked(
+    name: str, code: int, shape: tuple[int, ...], order: tuple[int, ...], offset: int, payload: int
+) -> Described:
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise FrameError(f"tensor {name!r} has the dtype number {code}, unknown to torch {torch.__version__}")
@@ -383,13 +403,24 @@ def _checked(name: str, code: int, shape: tuple[int, ...], offset: int, payload:
         raise FrameError(f"tensor {name!r} has an impossible shape {shape} or offset {offset}")
     if offset + numel * dtype.itemsize > payload:
         raise FrameError(f"tensor {name!r} of {dtype} {shape} at {offset} does not fit {payload} bytes of payload")
-    return Described(name, dtype, shape, offset, numel)
+    numbered = tuple(range(len(shape)))
+    if tuple(sorted(order)) != numbered:
+        raise FrameError(f"tensor {name!r} of shape {shape} has an impossible order of dimensions {order}")
+    return Described(name, dtype, shape, None if order == numbered else order, offset, numel)
 
 
 def tensor_at(memory: np.ndarray, start: int, described: Described) -> Tensor:
     """The tensor whose bytes lie at ``start + described.offset`` of ``memory``, which it keeps alive."""
-    _, dtype, shape, offset, numel = described
+    _, dtype, shape, _, offset, numel = described
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + offset)
-    return flat if len(shape) == 1 else flat.view(shape)
+    return laid_out(torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + offset), described)
+
+
+def laid_out(flat: Tensor, described: Described) -> Tensor:
+    """The tensor whose values lie in ``flat`` as they lie in memory."""
+    shape, order = described.shape, described.order
+    if order is None:
+        return flat if len(shape) == 1 else flat.view(shape)
+    back = [order.index(dim) for dim in range(len(order))]
+    return flat.view([shape[dim] for dim in order]).permute(back)

@@ -19,7 +19,7 @@ from torch import Tensor
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
 from stageflow.transport.dist.lane import Group, Work
-from stageflow.transport.frame import ALIGNMENT, Described, parse_descriptors, describe
+from stageflow.transport.frame import ALIGNMENT, Described, describe, dimension_order, laid_out, parse_descriptors
 
 _KEY = "on device"
 
@@ -63,7 +63,7 @@ class DevicePath:
         there = {name: t for name, t in bundle.tensors.items() if t.device.type == self.device.type}
         if not there:
             return bundle, None
-        described, size = describe((name, t.dtype, t.shape) for name, t in there.items())
+        described, size = describe((name, t.dtype, t.shape, dimension_order(t)) for name, t in there.items())
         packed = torch.empty(size, dtype=torch.uint8, device=self.device)
         with torch.no_grad():
             for (name, t), where in zip(there.items(), parse_descriptors(len(there), size, described), strict=True):
@@ -117,4 +117,4 @@ class _OnStream:
 def _part(packed: Tensor, where: Described) -> Tensor:
     length = math.prod(where.shape) * where.dtype.itemsize
     assert where.offset % ALIGNMENT == 0
-    return packed[where.offset : where.offset + length].view(where.dtype).view(where.shape)
+    return laid_out(packed[where.offset : where.offset + length].view(where.dtype), where)

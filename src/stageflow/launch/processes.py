@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stageflow.errors import InputError, LaunchError
@@ -28,7 +27,6 @@ from stageflow.launch.travel import pack, unpack, unpack_report
 
 _CLOSE_WITHIN = 1.0  # seconds that idle workers get to close their services
 _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
-_STACKS_SIGNAL = signal.SIGUSR1  # what worker.py answers with its stacks
 
 
 class _Resources:
@@ -108,10 +106,11 @@ class ProcessGroup(SupervisedGroup):
         self._gone: set[int] = set()
         common = {"do": "spawn", "size": size, "threads": threads, "cwd": os.getcwd(), "path": import_path()}
         common["env"] = {**os.environ, **env}
-        for rank, (_, fds) in enumerate(tickets):
-            own = [held.workers_ends[rank].fileno(), held.board.fd, held.stop.fd, held.faults[rank], *_output_fds()]
-            zygote.send(held.zygote, {**common, "rank": rank, "device": devices[rank]}, [*own, *fds])
-            held.workers_ends[rank].close()
+        with _output_fds() as outputs:
+            for rank, (_, fds) in enumerate(tickets):
+                own = [held.workers_ends[rank].fileno(), held.board.fd, held.stop.fd, held.faults[rank], *outputs]
+                zygote.send(held.zygote, {**common, "rank": rank, "device": devices[rank]}, [*own, *fds])
+                held.workers_ends[rank].close()
         if wiring is not None:
             opener, fds = wiring.ticket(size)
             self._endpoint = opener([os.dup(fd) for fd in fds], self._driver_interrupt(held.selector.fileno()))
@@ -191,7 +190,7 @@ class ProcessGroup(SupervisedGroup):
         living = [rank for rank in ranks if rank not in self._gone]
         if living:
             try:
-                zygote.send(self._held.zygote, {"do": "signal", "signal": _STACKS_SIGNAL, "ranks": living})
+                zygote.send(self._held.zygote, {"do": "signal", "signal": zygote.STACKS_SIGNAL, "ranks": living})
             except OSError:
                 living = []
         deadline = time.monotonic() + _STACKS_WITHIN
@@ -224,16 +223,19 @@ class ProcessGroup(SupervisedGroup):
             self._poll(left)
 
 
-def _output_fds() -> list[int]:
+@contextlib.contextmanager
+def _output_fds() -> Iterator[list[int]]:
     """Descriptors 1 and 2, or nowhere in a program that closed them."""
     found: list[int] = []
-    for fd in (1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            fd = os.open(os.devnull, os.O_WRONLY)
-        found.append(fd)
-    return found
+    with contextlib.ExitStack() as opened:
+        for fd in (1, 2):
+            try:
+                os.fstat(fd)
+            except OSError:
+                fd = os.open(os.devnull, os.O_WRONLY)
+                opened.callback(os.close, fd)
+            found.append(fd)
+        yield found
 
 
 def start_processes(

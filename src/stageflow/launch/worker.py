@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from stageflow.launch import zygote
 from stageflow.launch.base import WorkerContext
 from stageflow.launch.board import StatusBoard, stop_interrupt
 from stageflow.launch.channel import Channel, Closed
@@ -22,7 +22,6 @@ from stageflow.launch.servant import BUILD, Servant
 from stageflow.launch.travel import pack, pack_report, unpack
 from stageflow.transport.base import Endpoint, Interrupt
 
-STACKS_SIGNAL = signal.SIGUSR1
 FIXED_FDS = 6
 """control, board, stop, faults, stdout, stderr; what follows belongs to the wiring."""
 
@@ -65,7 +64,7 @@ def _take_over(message: dict[str, Any], out: int, err: int, faults: int) -> None
     os.environ.update(message["env"])
     sys.path[:] = message["path"]
     faulthandler.enable(faults)
-    faulthandler.register(STACKS_SIGNAL, faults, all_threads=True)
+    faulthandler.register(zygote.STACKS_SIGNAL, faults, all_threads=True)
     torch.set_num_threads(message["threads"])
 
 

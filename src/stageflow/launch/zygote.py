@@ -30,6 +30,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""What a worker answers by writing its stacks to its fault log."""
+
 _SIZE = struct.Struct("<I")
 _MOST_FDS = 200
 _PARENT_CHECK = 0.5  # seconds; also catches a driver whose own children still hold its end of the socket

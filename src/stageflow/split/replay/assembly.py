@@ -19,6 +19,7 @@ from stageflow.split.replay.stage import ReplaySpec
 from stageflow.split.request import Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
 from stageflow.split.state import Census, assign_owners, named_state
+from stageflow.transport.structure import flatten
 
 
 def copy_model(model: nn.Module, replace: dict[int, Tensor] | None = None) -> nn.Module:
@@ -153,15 +154,24 @@ class Assembly:
         return [stage < last for stage in range(stages)]
 
     def _inputs_used(self, positions: set[int]) -> InputsUsed:
-        """positions: of tensors, counted through all arguments."""
+        """positions: of tensors, counted through all arguments. Of numpy arrays nobody sees who reads them."""
         assert self.request.example is not None
         args, kwargs = self.request.example
         used: list[Any] = []
         count = 0
         for key, value in [*enumerate(args), *kwargs.items()]:
             end = count + len(tensors_in(value))
-            if any(count <= position < end for position in positions):
+            if any(count <= position < end for position in positions) or _holds_array(flatten(value)[1]):
                 used.append(key)
             count = end
         names = frozenset(key for key in used if isinstance(key, str))
         return InputsUsed(frozenset(key for key in used if isinstance(key, int)), names)
+
+
+def _holds_array(outline: Any) -> bool:
+    """Whether a value has numpy arrays in it, by its outline (see `flatten`)."""
+    if isinstance(outline, list):
+        return any(map(_holds_array, outline))
+    if isinstance(outline, dict):
+        return not outline.keys().isdisjoint({"numpy", "numpy_scalar"}) or any(map(_holds_array, outline.values()))
+    return False

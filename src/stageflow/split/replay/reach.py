@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 _LEAVES = (int, float, complex, str, bytes, type(None), type)
 
 
@@ -33,7 +33,7 @@ def contents(frame: FrameType | None, stop: CodeType, model: nn.Module) -> dict[
 
 def _walk(frame: FrameType | None, stop: CodeType, model: nn.Module, more: Any = None) -> Iterator[Any]:
     seen: set[int] = set()
-    todo = [v for module in model.modules() for k, v in vars(module).items() if k not in _MODULE_TABLES]
+    todo = [v for module in model.modules() for k, v in vars(module).items() if k not in _OF_EVERY_MODULE]
     todo.append(more)
     while frame is not None and frame.f_code is not stop:
         if not _is_machinery(frame):

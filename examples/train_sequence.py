@@ -47,5 +47,5 @@ def main() -> None:
             print(f"step {step}   in two stages {loss:.5f}   in one process {plain_loss:.5f}")
 
 
-if __name__ == "__main__":  # worker processes import this file, and must not start pipelines of their own
+if __name__ == "__main__":
     main()

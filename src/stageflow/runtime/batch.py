@@ -62,6 +62,12 @@ class Batch:
     classes: dict[str, type]
 
     def __post_init__(self) -> None:
+        # micro-batches without any content, nor anything that a stage could change, differ in size only
+        self._forms_only = all(tensor.is_meta for tensor in self.tensors.values()) and all(
+            not isinstance(meta, list) and (not isinstance(meta, dict) or meta.keys() == {"tensor"})
+            for meta in self.layout.slots.values()
+        )
+        self._by_size: dict[int, MicroBatch] = {}
         # (slot, its structure, [(short name, tensor, dimension it is cut along)]), looked up once per micro-batch
         self._slots = [
             (
@@ -79,6 +85,8 @@ class Batch:
     def microbatch(self, index: int) -> MicroBatch:
         """Cut one micro-batch out; its tensors are views."""
         layout = self.layout
+        if self._forms_only and (known := self._by_size.get(layout.sizes[index])) is not None:
+            return known
         start = sum(layout.sizes[:index])
         size = layout.sizes[index]
         args: list[Any] = []
@@ -93,7 +101,10 @@ class Batch:
                 target = value
             else:
                 kwargs[slot[1:]] = value
-        return MicroBatch(tuple(args), kwargs, target)
+        made = MicroBatch(tuple(args), kwargs, target)
+        if self._forms_only:
+            self._by_size[size] = made
+        return made
 
     def bundle(self, wanted: Callable[[str], bool]) -> Bundle:
         """The message that carries this batch to a worker; of tensors nobody there wants, only the form."""

@@ -128,13 +128,12 @@ class Executor:
         """
         run = _Run(step, order.splits, on_output)
         outcome = run.outcome
-        clock, record, show = self._recorder.clock, self._recorder.record, self._board.set
+        clock, record = self._recorder.clock, self._recorder.record
         action = None
         try:
             for action in order.actions:
                 kind, stage, microbatch = action
                 self._interrupt.check()
-                show(str(action))
                 start = self._table[kind](run, action)
                 record(stage, kind, microbatch, start, clock())
                 if kind == "F" and step.train:
@@ -185,6 +184,7 @@ class Executor:
         return start
 
     def _backward_weights(self, run: _Run, action: Action) -> float:
+        self._board.set(str(action))
         start = self._recorder.clock()
         self._stages[action.stage].backward_weights(action.microbatch)
         return start
@@ -201,13 +201,15 @@ class Executor:
     def _gather(self, run: _Run, action: Action) -> dict[int, Bundle]:
         """The bundle of every other stage that the action waits for."""
         kind = "B" if is_backward(action) else "F"
-        return {
+        bundles = {
             need.stage: self._receive(
                 Tag(run.step.number, kind, need.stage, action.stage, action.microbatch), action, need
             )
             for need in depends_on(action, self._graph, _in_one_piece)
             if need.stage != action.stage
         }
+        self._board.set(str(action))
+        return bundles
 
     def _receive(self, tag: Tag, action: Action, need: Action) -> Bundle:
         """The message that an action needs of another, wherever that ran."""
@@ -221,7 +223,6 @@ class Executor:
         started = self._recorder.clock()
         bundle = arrive(self._endpoint.recv(tag, self._timeout), self._device)
         self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())
-        self._board.set(str(action))
         return bundle
 
 

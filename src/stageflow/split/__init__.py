@@ -74,7 +74,8 @@ def _check_arguments(stages: int, split: str, balance: str, boundaries: Sequence
         raise InputError(f"split must be one of {', '.join(get_args(Way))}, got {split!r}")
     if balance not in BALANCES:
         raise InputError(f"balance must be one of {', '.join(BALANCES)}, got {balance!r}")
-    if boundaries is not None and (isinstance(boundaries, str) or len(boundaries) != stages - 1):
+    listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
+    if boundaries is not None and not (listed and len(boundaries) == stages - 1):
         raise InputError(f"{stages} stages have {stages - 1} boundaries between them, got boundaries={boundaries!r}")
 
 

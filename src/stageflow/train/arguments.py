@@ -46,7 +46,7 @@ def count_stages(stages: int | Literal["auto"], schedule: str | Schedule, device
         if device.startswith("cuda"):
             return max(1, torch.cuda.device_count())
         return usable_cores()
-    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+    if not _is_whole(stages, 1):
         raise InputError(f"stages must be a whole number >= 1 or 'auto', got {stages!r}")
     return stages
 
@@ -62,7 +62,7 @@ def count_microbatches(microbatches: int | None, stages: int, schedule: str | Sc
         return schedule.microbatches
     if microbatches is None:
         return stages
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+    if not _is_whole(microbatches, 1):
         raise InputError(f"microbatches must be a whole number >= 1, got {microbatches!r}")
     return microbatches
 
@@ -77,6 +77,51 @@ def check_functions(**functions: Any) -> None:
             )
         if value is not None and not callable(value):
             raise InputError(f"{name}= must be a function, got {type(value).__name__}: {value!r}")
+
+
+def check_options(
+    *,
+    workers: Any,
+    max_grad_norm: Any,
+    batch_dims: Any,
+    device: Any,
+    dtype: Any,
+    autocast: Any,
+    seed: Any,
+    threads: Any,
+    timeout: Any,
+) -> None:
+    """Raise InputError for an option of `Pipeline` that can't be, before it fails far from here or is believed."""
+    if workers is not None and not _is_whole(workers, 1):
+        raise InputError(f"workers must be a whole number >= 1, or None for what suits the schedule, got {workers!r}")
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise InputError(f"max_grad_norm must be a number > 0, or None not to clip, got {max_grad_norm!r}")
+    if batch_dims is not None and not isinstance(batch_dims, Mapping):
+        raise InputError(f"batch_dims must map names of arguments to dimensions, got {batch_dims!r}")
+    for name, dim in (batch_dims or {}).items():
+        if dim is not None and not _is_whole(dim, 0):
+            raise InputError(f"batch_dims[{name!r}] must be a dimension counted from 0, or None, got {dim!r}")
+    names = [device] if isinstance(device, str) else device
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"device must be a name such as 'cpu' or 'cuda', or a list of one per worker, got {device!r}")
+    for option, value in (("dtype", dtype), ("autocast", autocast)):
+        floating = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
+        if value is not None and not floating:
+            raise InputError(f"{option} must be a floating-point torch.dtype or None, got {value!r}")
+    if not _is_whole(seed):
+        raise InputError(f"seed must be a whole number, got {seed!r}")
+    if not _is_whole(threads, 1):
+        raise InputError(f"threads must be a whole number >= 1, got {threads!r}")
+    if not (_is_number(timeout) and timeout > 0):
+        raise InputError(f"timeout must be positive seconds, got {timeout!r}")
+
+
+def _is_whole(value: Any, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_recompute(recompute: Any) -> Recompute | None:

@@ -27,8 +27,6 @@ class Blueprint:
         if isinstance(wanted, Schedule):
             if wanted.n_stages != stages:
                 raise InputError(f"the schedule {wanted.name!r} is for {wanted.n_stages} stages, stages={stages}")
-            if not wanted.has_backward:
-                raise InputError(f"the schedule {wanted.name!r} has no backward, so it can't train")
         elif wanted != AUTO and wanted not in SCHEDULES:
             raise InputError(f"unknown schedule {wanted!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
         self.stages = stages
@@ -39,7 +37,10 @@ class Blueprint:
         self._shown: frozenset[str] = frozenset()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         # every further schedule, of a smaller batch or after the split, has to be for these same workers
-        self._workers = self.schedule_for(microbatches).n_workers
+        schedule = self.schedule_for(microbatches)
+        if not schedule.has_backward:  # a step would give a loss and learn nothing
+            raise InputError(f"the schedule {schedule.name!r} has no backward, so it can't train")
+        self._workers = schedule.n_workers
 
     @property
     def split(self) -> Split | None:

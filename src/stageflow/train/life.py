@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from stageflow.errors import InputError, PipelineClosed
@@ -42,6 +44,26 @@ class Life:
         self._crew: Crew | None = None
         self._ended: str | None = None
         self._number = 0
+        self._turn = threading.Lock()
+        self._doing = ""
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Nobody else uses the pipeline meanwhile; what: the method, for the error.
+
+        Who comes second is refused rather than made to wait: a loss function, run by a worker thread, that called its
+        own pipeline would wait for ever. Raises InputError, and the call under way goes on.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise InputError(
+                f"{what} while {self._doing} of the same pipeline runs, in another thread or further up in this one: "
+                "a pipeline does one thing at a time. Hold a lock around its calls, or make a pipeline for each thread"
+            )
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @property
     def started(self) -> bool:

@@ -24,6 +24,7 @@ from stageflow.train.arguments import (
     as_call,
     check_functions,
     check_model,
+    check_options,
     check_recompute,
     count_microbatches,
     count_stages,
@@ -113,8 +114,17 @@ class Pipeline:
         self._model = check_model(model)
         check_reduction(reduction)
         check_functions(loss=loss, optimizer=optimizer, lr_scheduler=lr_scheduler, parameter_groups=parameter_groups)
-        if timeout <= 0:
-            raise InputError(f"timeout must be positive seconds, got {timeout}")
+        check_options(
+            workers=workers,
+            max_grad_norm=max_grad_norm,
+            batch_dims=batch_dims,
+            device=device,
+            dtype=dtype,
+            autocast=autocast,
+            seed=seed,
+            threads=threads,
+            timeout=timeout,
+        )
         self.stages = count_stages(stages, schedule, device)
         self.microbatches = count_microbatches(microbatches, self.stages, schedule)
         self._blueprint = Blueprint(self.stages, self.microbatches, schedule, workers)
@@ -163,30 +173,35 @@ class Pipeline:
         with the original exception as ``__cause__`` when the model, the loss or the optimizer raises; WorkerDied;
         WorkerHung. Afterwards `usable` tells whether the pipeline can go on.
         """
-        command, batch = self._prepare("train", args, kwargs, target, update)
-        loss = self._run(command, batch).loss
-        self._fresh = update
-        self.steps += 1
+        with self._life.alone("train_step()"):
+            command, batch = self._prepare("train", args, kwargs, target, update)
+            loss = self._run(command, batch).loss
+            self._fresh = update
+            self.steps += 1
         return torch.tensor(loss)
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode, without gradients; arguments as in `train_step`."""
-        command, batch = self._prepare("evaluate", args, kwargs, target)
-        return torch.tensor(self._run(command, batch).loss)
+        with self._life.alone("evaluate()"):
+            command, batch = self._prepare("evaluate", args, kwargs, target)
+            return torch.tensor(self._run(command, batch).loss)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for a batch, whole, in eval mode, without gradients; arguments as in `train_step`.
 
         Outputs of micro-batches are joined along their first dimension; a scalar is the mean weighted by samples.
         """
-        command, batch = self._prepare("predict", args, kwargs, None)
-        return merge_outputs(self._run(command, batch).outputs, batch.layout.sizes)
+        with self._life.alone("predict()"):
+            command, batch = self._prepare("predict", args, kwargs, None)
+            outputs = self._run(command, batch).outputs
+        return merge_outputs(outputs, batch.layout.sizes)
 
     __call__ = predict
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all modules into training mode. A new pipeline keeps the modes that the model had."""
-        self._life.crew("train()").ask("set_training", mode)
+        with self._life.alone("train()"):
+            self._life.crew("train()").ask("set_training", mode)
         return self
 
     def eval(self) -> Pipeline:
@@ -195,9 +210,10 @@ class Pipeline:
 
     def zero_grad(self) -> None:
         """Forget gradients that ``train_step(update=False)`` has added up."""
-        self._fresh = True
-        if self._life.started:
-            self._life.crew("zero_grad()").ask("zero_gradients")
+        with self._life.alone("zero_grad()"):
+            self._fresh = True
+            if self._life.started:
+                self._life.crew("zero_grad()").ask("zero_gradients")
 
     def _prepare(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, update: bool = True
@@ -263,26 +279,23 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters and persistent buffers on the CPU, under the model's own names, tied ones under each."""
-        return whole_state(self._life.split("state_dict()"), self._gather("weights"))
+        return whole_state(*self._gather("state_dict()", "weights"))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients of the last train_step (after clipping), by the model's own names; None where there is none."""
-        split = self._life.split("gradients()")
-        tensors = self._gather("gradients")
+        split, tensors = self._gather("gradients()", "gradients")
         return {name: tensors.get(name) for name in split.owners if split.tensors[name].kind == "parameter"}
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers, also those that are not persistent, by the model's own names."""
-        split = self._life.split("buffers()")
-        tensors = self._gather("weights")
+        split, tensors = self._gather("buffers()", "weights")
         return {name: tensors[name] for name in split.owners if split.tensors[name].kind == "buffer"}
 
     def parameters_of(self, stage: int) -> dict[str, Tensor]:
         """The parameters that a stage owns, by the model's own names."""
-        split = self._life.split("parameters_of()")
-        if not 0 <= stage < split.n_stages:
-            raise InputError(f"there is no stage {stage}: this pipeline has stages 0..{split.n_stages - 1}")
-        tensors = self._gather("weights")
+        if stage not in range(self.stages):
+            raise InputError(f"there is no stage {stage!r}: this pipeline has stages 0..{self.stages - 1}")
+        split, tensors = self._gather("parameters_of()", "weights")
         return {name: tensors[name] for name in split.parameter_names(stage)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -290,9 +303,10 @@ class Pipeline:
 
         strict: every persistent name must be there and no other. Raises InputError.
         """
-        split = self._life.split("load_state_dict()")
-        parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
-        self._life.crew("load_state_dict()").load(self._life.next_number(), parts)
+        with self._life.alone("load_state_dict()"):
+            split = self._life.split("load_state_dict()")
+            parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
+            self._life.crew("load_state_dict()").load(self._life.next_number(), parts)
 
     def save(self, directory: str | Path) -> None:
         """Save weights, optimizers, learning-rate schedulers and the step, whole or not at all.
@@ -301,40 +315,46 @@ class Pipeline:
         `stageflow.load_weights` or transformers' ``from_pretrained`` into the plain model. An older save there is
         replaced in one step. Raises CheckpointError.
         """
-        split = self._life.split("save()")
-        crew = self._life.crew("save()")
-        skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
-        crew.save(Path(directory), skip, Progress(self.steps, self._seed, split.aliases), self._model, self._dtype)
+        with self._life.alone("save()"):
+            split = self._life.split("save()")
+            crew = self._life.crew("save()")
+            skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
+            crew.save(Path(directory), skip, Progress(self.steps, self._seed, split.aliases), self._model, self._dtype)
 
     def load(self, directory: str | Path) -> None:
         """Take over what `save` wrote, by however many stages; of other safetensors directories the weights.
 
         Everything is checked before anything is changed. Raises CheckpointError.
         """
-        split = self._life.split("load()")
-        checkpoint = open_checkpoint(directory)
-        persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
-        checkpoint.check_fits(persistent, split.aliases)
-        resumes = checkpoint.has_optimizer and self._optimizes
-        names = frozenset(persistent)
-        number = self._life.next_number()
-        self._life.crew("load()").ask(
-            "read_checkpoint", number, str(directory), checkpoint.identity, names, split.aliases, resumes
-        )
-        self._fresh = True
-        if checkpoint.manifest is not None:
-            self.steps = checkpoint.step
+        with self._life.alone("load()"):
+            split = self._life.split("load()")
+            directory = Path(directory).absolute()  # the workers keep the folder that they were started in
+            checkpoint = open_checkpoint(directory)
+            persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
+            checkpoint.check_fits(persistent, split.aliases)
+            resumes = checkpoint.has_optimizer and self._optimizes
+            names = frozenset(persistent)
+            number = self._life.next_number()
+            self._life.crew("load()").ask(
+                "read_checkpoint", number, str(directory), checkpoint.identity, names, split.aliases, resumes
+            )
+            self._fresh = True
+            if checkpoint.manifest is not None:
+                self.steps = checkpoint.step
 
-    def _gather(self, kind: StateKind) -> dict[str, Tensor]:
-        tensors, _ = self._life.crew("this").state(self._life.next_number(), kind)
-        return tensors
+    def _gather(self, what: str, kind: StateKind) -> tuple[Split, dict[str, Tensor]]:
+        with self._life.alone(what):
+            split = self._life.split(what)
+            tensors, _ = self._life.crew(what).state(self._life.next_number(), kind)
+        return split, tensors
 
     # ---------------------------------------------------------------------------------------------- inspection
 
     @property
     def split(self) -> Split:
         """How the model was cut. Raises InputError before the first batch where no example was given."""
-        return self._life.split("split")
+        with self._life.alone("split"):
+            return self._life.split("split")
 
     @property
     def schedule(self) -> Schedule:
@@ -350,7 +370,8 @@ class Pipeline:
         if self._last is None:
             raise InputError("no train_step has run yet, so there is nothing to look at")
         if not self._last.events:
-            self._last.events = self._life.crew("last_step").events()
+            with self._life.alone("last_step"):
+                self._last.events = self._life.crew("last_step").events()
         return self._last
 
     def timeline(self, path: str) -> None:
@@ -363,8 +384,9 @@ class Pipeline:
 
     def describe(self) -> str:
         """Stages, owners, parameters, schedule, expected bubble."""
-        if not self._life.closed:
-            self._life.start_from_example()
+        if not self._life.closed and not self._life.started:
+            with self._life.alone("describe()"):
+                self._life.start_from_example()
         return describe(repr(self), self.schedule, self._blueprint.split)
 
     __str__ = describe
@@ -384,7 +406,8 @@ class Pipeline:
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes that each worker holds now: "parameters", "gradients", "optimizer"."""
-        return self._life.crew("memory()").ask("memory")
+        with self._life.alone("memory()"):
+            return self._life.crew("memory()").ask("memory")
 
     @property
     def usable(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -35,10 +36,16 @@ def loss_weights(reduction: Reduction, batch: Batch) -> tuple[float, ...]:
     amounts = []
     for index in range(len(sizes)):
         microbatch = batch.microbatch(index)
-        amounts.append(float(reduction(microbatch.kwargs if microbatch.target is None else microbatch.target)))
+        given = reduction(microbatch.kwargs if microbatch.target is None else microbatch.target)
+        try:
+            amounts.append(float(given))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"the reduction gave {given!r} for a micro-batch; expected its weight, a number"
+            ) from error
     total = sum(amounts)
-    if not total > 0 or any(amount < 0 for amount in amounts):
+    if not 0 < total < math.inf or any(amount < 0 for amount in amounts):
         raise InputError(
-            f"the reduction gave the weights {amounts} for the micro-batches; they must be >= 0, not all 0"
+            f"the reduction gave the weights {amounts} for the micro-batches; they must be finite and >= 0, not all 0"
         )
     return tuple(amount / total for amount in amounts)

@@ -253,6 +253,12 @@ class _Unflattener:
         except KeyError:
             raise FrameError(f"the outline names tensor {name!r}, but only {sorted(self.tensors)} came") from None
 
+    def array(self, name: str) -> Any:
+        """A numpy array; in place of one whose values did not come (see `Batch.bundle`) its tensor on meta, for which
+        numpy has nothing, so that code which reads it all the same fails."""
+        tensor = self.tensor(name)
+        return tensor if tensor.is_meta else tensor.cpu().numpy()
+
     def each(self, body: list[Any]) -> Iterable[Any]:
         return map(self.decode, _expect(list, body))
 
@@ -356,8 +362,8 @@ _DECODERS: dict[str, Callable[[_Unflattener, Any], Any]] = {
     "dtype": _Unflattener.dtype,
     "device": lambda walk, b: torch.device(_expect(str, b)),
     "ellipsis": lambda walk, b: Ellipsis,
-    "numpy": lambda walk, b: walk.tensor(b).numpy(),
-    "numpy_scalar": lambda walk, b: walk.tensor(b).numpy()[()],
+    "numpy": _Unflattener.array,
+    "numpy_scalar": lambda walk, b: walk.array(b)[()],
     "output": _Unflattener.output,
     "dataclass": _Unflattener.dataclass,
     "namedtuple": _Unflattener.namedtuple,

@@ -1,0 +1,157 @@
+"""A pipeline that is used wrongly says so, at once and without harm; workers are threads here."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stageflow as sf
+from stageflow.errors import InputError, StageFailed
+
+X, Y = torch.ones(4, 4), torch.zeros(4, 4)
+
+
+def make(model: nn.Module | None = None, **options: Any) -> sf.Pipeline:
+    torch.manual_seed(0)
+    options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1), "launch": "threads"} | options
+    return sf.Pipeline(model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": "2"},
+        {"workers": True},
+        {"max_grad_norm": -1.0},
+        {"max_grad_norm": float("nan")},
+        {"max_grad_norm": "1"},
+        {"batch_dims": 3},
+        {"batch_dims": {"input": -1}},
+        {"batch_dims": {"input": "0"}},
+        {"device": None},
+        {"device": torch.device("cpu")},
+        {"dtype": "float32"},
+        {"dtype": torch.int64},
+        {"autocast": "bfloat16"},
+        {"seed": None},
+        {"seed": 1.5},
+        {"threads": 0},
+        {"timeout": float("nan")},
+        {"timeout": None},
+        {"schedule": "forward_only"},
+    ],
+    ids=str,
+)
+def test_options_that_can_not_be_are_refused_by_name(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        make(**options)
+
+
+@pytest.mark.parametrize("boundaries", [3, "1", ["0", "1"]])
+def test_boundaries_are_a_list_of_one_less_than_stages(boundaries):
+    with make(boundaries=boundaries) as pipe, pytest.raises(InputError, match="1 boundaries"):
+        pipe.train_step(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    "amount", [lambda target: "x", torch.clone, lambda target: float("inf")], ids=["word", "vector", "infinity"]
+)
+def test_a_reduction_that_gives_no_weight_is_refused(amount):
+    with make(reduction=amount) as pipe, pytest.raises(InputError, match="reduction gave"):
+        pipe.train_step(X, target=Y)
+
+
+def test_a_state_that_does_not_fit_is_refused_whole():
+    with make(example=(X,)) as pipe:
+        good = pipe.state_dict()
+        for bad, words in (
+            (None, "must map names to tensors"),
+            ({**good, "0.weight": [[1.0]]}, "0.weight is a list"),
+            ({**good, "0.weight": torch.empty(4, 4, device="meta")}, "0.weight is a meta Tensor"),
+            ({**good, "0.weight": good["0.weight"].to(torch.complex64)}, "0.weight is real"),
+            ({**good, 3: X}, "unknown: 3"),
+        ):
+            with pytest.raises(InputError, match=words):
+                pipe.load_state_dict({"1.bias": X[0], **bad} if bad else bad)  # type: ignore[arg-type]
+        assert torch.equal(pipe.state_dict()["1.bias"], good["1.bias"])
+
+
+def test_tied_names_with_two_values_are_refused():
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    with make(tied, example=(X,)) as pipe:
+        pipe.load_state_dict({"0.weight": X, "1.weight": X.clone()})
+        with pytest.raises(InputError, match="one tied tensor"):
+            pipe.load_state_dict({"0.weight": X, "1.weight": Y})
+
+
+@pytest.mark.parametrize("stage", [2, -1, "0", 0.5])
+def test_there_is_no_such_stage(stage):
+    with make(example=(X,)) as pipe, pytest.raises(InputError, match="no stage"):
+        pipe.parameters_of(stage)
+
+
+def test_who_calls_while_a_step_runs_is_refused_and_the_step_goes_on():
+    inside, go_on = threading.Event(), threading.Event()
+    losses: list[Tensor] = []
+
+    def amount(target: Tensor) -> int:  # called by the step, in its own thread
+        inside.set()
+        assert go_on.wait(30.0)
+        return len(target)
+
+    with make(reduction=amount) as pipe, make() as same:
+        step = threading.Thread(target=lambda: losses.append(pipe.train_step(X, target=Y)))
+        step.start()
+        assert inside.wait(30.0)
+        for call in (partial(pipe.train_step, X, target=Y), partial(pipe.predict, X), pipe.state_dict, pipe.zero_grad):
+            with pytest.raises(InputError, match=r"while train_step\(\) of the same pipeline runs"):
+                call()
+        go_on.set()
+        step.join()
+        assert losses == [same.train_step(X, target=Y)]
+        assert pipe.train_step(X, target=Y) == same.train_step(X, target=Y)
+        assert pipe.steps == 2
+
+
+def test_a_loss_that_calls_its_own_pipeline_does_not_hang():
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return pipe.predict(output).sum()
+
+    with make(loss=loss) as pipe:
+        with pytest.raises(StageFailed, match="a pipeline does one thing at a time"):
+            pipe.train_step(X, target=Y)
+        assert pipe.usable
+
+
+class _Arrays(nn.Module):
+    """Reads a numpy array between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, amounts: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + float(amounts.sum())
+        return x
+
+
+def _array_loss(output: Tensor, target: np.ndarray) -> Tensor:
+    return F.mse_loss(output, torch.from_numpy(target))
+
+
+@pytest.mark.parametrize("amounts", [np.ones(3), np.float64(2.0)], ids=["array", "scalar"])
+def test_numpy_inputs_and_targets_reach_the_stages_that_read_them(amounts):
+    model = _Arrays()
+    with make(model, loss=_array_loss, optimizer=None) as pipe, torch.no_grad():
+        for scale in (1.0, 2.0):
+            expected = F.mse_loss(model(X, amounts * scale), Y)
+            torch.testing.assert_close(pipe.train_step(X, amounts * scale, target=Y.numpy()), expected)

@@ -102,6 +102,7 @@ class Split:
 
     @property
     def n_stages(self) -> int:
+        """How many stages."""
         return self.graph.n_stages
 
     def parameter_names(self, stage: int) -> list[str]:

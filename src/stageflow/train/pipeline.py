@@ -374,11 +374,11 @@ class Pipeline:
                 self._last.events = self._life.crew("last_step").events()
         return self._last
 
-    def timeline(self, path: str) -> None:
+    def timeline(self, path: str | Path) -> None:
         """Draw the last train_step as one HTML page that needs no network: measured over predicted, a lane a worker."""
         self.last_step.write_html(path)
 
-    def trace(self, path: str) -> None:
+    def trace(self, path: str | Path) -> None:
         """Write the last train_step as a trace for ui.perfetto.dev or chrome://tracing."""
         self.last_step.write_trace(path)
 

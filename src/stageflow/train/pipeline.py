@@ -62,7 +62,9 @@ class Pipeline:
     lr_scheduler: makes a learning-rate scheduler for an optimizer; stepped after every update.
     parameter_groups: ``(name, parameter) -> options`` such as ``{"weight_decay": 0.0}``, by original name.
     max_grad_norm: clip gradients to this norm over all stages.
-    split, balance, boundaries: see `split_model`. example: inputs to split with; default the first batch.
+    split, balance, boundaries: see `split_model`.
+    example: inputs, in a batch's size, to split with before the first batch comes: a tuple of arguments, a dict of
+        keyword arguments, a pair of both, or one tensor; default the first batch.
     batch_dims: argument name -> dimension along which its tensors are cut (None: not cut); default see `train_step`.
     recompute: "stage" (or True) drops a stage's activations after its forward and computes them again in its backward;
         "layer" does so one layer at a time; False keeps them.

@@ -51,6 +51,8 @@ def start_crew(
         else:
             # forked with what they will surely import, rather than each importing it again
             preload = [DrivenWorker.__module__, *(name for name in ("transformers",) if name in sys.modules)]
+            if plans[0].optimizer.optimizer is not None:
+                preload.append("torch._dynamo")  # torch imports it, for seconds, when the first optimizer is made
             group = start_processes(
                 DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout, preload=preload
             )

@@ -41,7 +41,8 @@ class SharedWeights:
         self._weights: list[_SharedWeight] = []
         for name, stages in mirrors.items():
             holders = [owners[name], *stages]
-            copies = [programs[stage].parameters[name] for stage in holders if stage in programs]
+            here = (programs[stage].parameters[name] for stage in holders if stage in programs)
+            copies = list({id(copy): copy for copy in here}.values())  # stages that travelled together share it already
             if not copies:
                 continue
             for copy in copies[1:]:

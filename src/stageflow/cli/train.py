@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -84,9 +85,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("steps", "batch_size", "sequence_length", "layers", "width", "threads"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not 0.0 <= args.lr < math.inf:
+        raise InputError(f"--lr must be a finite number >= 0, got {args.lr}")
     leads = int(os.environ.get("RANK", "0")) == 0
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if leads else _silent
     job = _job(args)
+    if leads:
+        args.output.mkdir(parents=True, exist_ok=True)  # a folder that can't be is told now, not after the training
     calls = [_call(job, args, step) for step in range(args.steps)]
     seen, result = _train(args, job, calls, leads, say)
     if not leads:
@@ -155,7 +160,6 @@ def _train(
         view = pipe.last_step
         state = pipe.state_dict()
     if leads:
-        args.output.mkdir(parents=True, exist_ok=True)
         view.write_html(args.output / "timeline.html")
         view.write_trace(args.output / "trace.json")
         job.save(state, args.output / "model")
@@ -215,7 +219,7 @@ def _figures(args: argparse.Namespace, job: Job, seen: Run, parameters: int) -> 
 def _compare(args: argparse.Namespace, job: Job, calls: list[Call], seen: Run, result: dict[str, Any]) -> bool:
     """Train the first steps in this process with one worker's threads, then with all cores; True if losses agree."""
     from stageflow.cli.demo.single import train_single
-    from stageflow.launch.devices import usable_cores
+    from stageflow.transport.cores import usable_cores
 
     device = "cuda:0" if args.device.startswith("cuda") else args.device
     cores = usable_cores()

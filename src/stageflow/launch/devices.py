@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from stageflow.errors import LaunchError
@@ -33,11 +32,6 @@ def choose_devices(size: int, devices: str | Sequence[str], count: Callable[[str
     for rank, device in enumerate(devices):
         _check(rank, device, count)
     return list(devices)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, which may be fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(rank: int, device: str, count: Callable[[str], int]) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from stageflow.errors import InputError
-from stageflow.launch.devices import usable_cores
 from stageflow.runtime.stage import Recompute
 from stageflow.schedule import Schedule
+from stageflow.transport.cores import usable_cores
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 

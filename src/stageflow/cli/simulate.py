@@ -88,9 +88,12 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         return build_schedule(args.schedule, stages=args.stages, microbatches=args.microbatches, workers=args.workers)
     if not args.file.is_file():
         raise InputError(f"--file {args.file}: there is no such file")
-    if args.file.suffix == ".csv":
-        return Schedule.from_csv(args.file, name=args.file.stem)
-    return Schedule.parse(args.file.read_text(encoding="utf-8"))
+    try:
+        if args.file.suffix == ".csv":
+            return Schedule.from_csv(args.file, name=args.file.stem)
+        return Schedule.parse(args.file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"--file {args.file}: this is no text: {error}") from error
 
 
 def _figures(schedule: Schedule, report: Report, simulation: Simulation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ neither worker busy. With the orders given there is nothing to choose, so the ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,20 +60,24 @@ class Costs:
         return self.hop[min(source, target), max(source, target)]
 
     def check(self, stages: int, edges: frozenset[tuple[int, int]]) -> None:
-        """Raise InputError unless there is a time for every stage and edge and none is negative."""
+        """Raise InputError unless there is a time for every stage and edge, finite and not negative."""
         for name in ("forward", "backward_input", "backward_weight", "backward"):
             given: PerStage | None = getattr(self, name)
             if isinstance(given, Sequence) and len(given) != stages:
                 raise InputError(f"costs.{name} has {len(given)} times for {stages} stages")
             times = given if isinstance(given, Sequence) else (given or 0.0,)
-            if min(times) < 0:
-                raise InputError(f"costs.{name} has a negative time: {given}")
+            if not all(map(_is_time, times)):
+                raise InputError(f"costs.{name} has a time that is negative or not finite: {given}")
         if isinstance(self.hop, Mapping):
             missing = sorted(edges - set(self.hop))
             if missing:
                 raise InputError(f"costs.hop has no time for the edges {missing}")
-        elif self.hop < 0:
-            raise InputError(f"costs.hop is negative: {self.hop}")
+        if not all(map(_is_time, self.hop.values() if isinstance(self.hop, Mapping) else (self.hop,))):
+            raise InputError(f"costs.hop has a time that is negative or not finite: {self.hop}")
+
+
+def _is_time(value: float) -> bool:
+    return 0.0 <= value < math.inf
 
 
 def _at(times: PerStage, stage: int) -> float:

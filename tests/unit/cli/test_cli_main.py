@@ -81,3 +81,15 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.startswith("stageflow 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--output", "{file}"], "{file}: File exists"), (["--lr", "nan"], "--lr must be a finite number >= 0, got nan")],
+)
+def test_train_refuses_before_it_trains(words: list[str], told: str, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("stageflow.train.pipeline.Pipeline.train_step", None)
+    (file := tmp_path / "file").write_text("words " * 1000)
+    given = [word.format(file=file) for word in words]
+    assert cli.main(["train", "--steps", "1", "--data", str(file), "--output", str(tmp_path / "out"), *given]) in (1, 2)
+    assert told.format(file=file) in capsys.readouterr().err

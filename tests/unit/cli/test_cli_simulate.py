@@ -74,3 +74,11 @@ def test_a_time_that_is_no_number(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--f", "soon"])
     assert "'soon' is no time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["schedule.txt", "schedule.csv"])
+def test_a_file_that_is_no_text(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(bytes(range(128, 256)))
+    assert main(["simulate", "--file", str(path)]) == 2
+    assert f"{path}: this is no text" in capsys.readouterr().err

@@ -154,8 +154,11 @@ def test_time_is_accounted_for(name: str, stages: int, microbatches: int, times:
     ("costs", "says"),
     [
         (Costs(forward=[1, 2, 3]), "costs.forward has 3 times for 2 stages"),
-        (Costs(backward_weight=[1, -2]), "costs.backward_weight has a negative time"),
-        (Costs(hop=-1), "costs.hop is negative"),
+        (Costs(backward_weight=[1, -2]), "costs.backward_weight has a time that is negative"),
+        (Costs(forward=float("nan")), "costs.forward has a time that is negative or not finite"),
+        (Costs(backward=float("inf")), "costs.backward has a time that is negative or not finite"),
+        (Costs(hop=-1), "costs.hop has a time that is negative"),
+        (Costs(hop={(0, 1): float("nan")}), "costs.hop has a time that is negative or not finite"),
         (Costs(hop={(0, 2): 1}), r"costs.hop has no time for the edges \[\(0, 1\)\]"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -203,6 +204,19 @@ def test_handles_travel_as_plain_data_and_descriptors():
         ShmEndpoint.attach(handles, [os.dup(fd) for fd in fds]).close()
         with pytest.raises(InputError, match="no worker 2 among 2"):
             hub.handles(2)
+
+
+def test_a_closed_endpoint_keeps_no_memory_until_the_garbage_collector_comes():
+    with ShmHub.create(2, 1 << 20) as hub:
+        end = hub.attach(0)
+        end.close()
+        gone = weakref.ref(end)
+        gc.disable()
+        try:
+            del end
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_no_page_is_used_before_it_is_written():

@@ -36,6 +36,7 @@ class Pump:
         self._wanted.set()
         if self._thread is not None:
             self._thread.join()
+        self._push = _nothing  # the endpoint's: it and its shared memory go with its last user, not with a later gc
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -47,3 +48,7 @@ class Pump:
                 pause = _QUICK if moved else min(pause * 1.5, _SLOW)
                 if left:
                     self._closing.wait(pause)
+
+
+def _nothing() -> tuple[bool, bool]:
+    return False, False

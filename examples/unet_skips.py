@@ -55,7 +55,8 @@ def main() -> None:
     clean[:, :, 8:24, 8:24] = 1.0  # a square, to be found in noise
 
     optimizer = partial(torch.optim.Adam, lr=5e-3)
-    with sf.Pipeline(model, stages=4, microbatches=4, loss=F.mse_loss, optimizer=optimizer) as pipe:
+    cuts = ["down.1", "bottom", "up.1"]  # without them, stages would be made equal in time
+    with sf.Pipeline(model, stages=4, microbatches=4, loss=F.mse_loss, optimizer=optimizer, boundaries=cuts) as pipe:
         for step in range(10):
             loss = pipe.train_step(clean + 0.5 * torch.randn_like(clean), target=clean)
             if step == 0:

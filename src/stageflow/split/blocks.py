@@ -15,6 +15,7 @@ from stageflow.split.measure import undisturbed
 from stageflow.split.replay.assembly import Assembly, copy_model
 from stageflow.split.replay.costs import count_parameters, measure
 from stageflow.split.replay.events import Event
+from stageflow.split.replay.interception import is_compiled
 from stageflow.split.replay.needs import Flow
 from stageflow.split.replay.opening import Opening, record_calls
 from stageflow.split.replay.stage import haunt, switch_cache_off
@@ -35,6 +36,7 @@ def cut(request: Request) -> Split:
     """
     if request.example is None:
         raise SplitError("following the model's forward takes example inputs: pass example=")
+    _refuse(request.model)
     census = take_census(request.model)
     hollow = request.deferred is not None
     work = copy_model(request.model)
@@ -54,6 +56,15 @@ def cut(request: Request) -> Split:
     bounds = _choose(request, flow, pieces, costs)
     needs = flow.needs([pieces[bound].number for bound in bounds[1:-1]], request.stages)
     return Assembly(request, census, flow, needs, pieces, costs, unit, cached).split()
+
+
+def _refuse(model: nn.Module) -> None:
+    """Name what hides its code."""
+    if is_compiled(model):
+        raise SplitError("the model as a whole came from torch.compile: pass the module that it was made from")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SplitError(f"{path or 'the model'!r} is a scripted module: pass the module that it was made from")
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from replay_harness import Line, assert_same_training, cut
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stageflow.errors import SplitError
+
 WIDTH = 8
 
 
@@ -253,9 +255,51 @@ class Statistics(Stack):
         return self.head(x + self.mean / self.count)
 
 
+class Collects(Stack):
+    """Hooks that gather what the blocks give, as recorders of hidden states do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered: dict[int, Tensor] = {}
+        hooks = [
+            block.inner.register_forward_hook(lambda module, args, output, i=i: gathered.__setitem__(i, output))
+            for i, block in enumerate(self.blocks)
+        ]
+        try:
+            for block in self.blocks:
+                x = block(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self.head(x) + sum(gathered.values())
+
+
+class Generates(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        def states(x: Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x)
+                yield x
+
+        return self.head(sum(states(x)))
+
+
+class Transforms(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = torch.func.vmap(lambda row: row * row.mean())(x)
+        return torch.func.functional_call(self.head, dict(self.head.named_parameters()), (x,))
+
+
+class Compiled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
+
+
 MODELS = [
     Stack, Skips, Reentrant, PairsCheckpointed, ReversedGradient, ReadsAttributes, AppendsToList, InPlace, Raw,
-    Catches, NoGradParts, Hooked, Recurrent, Statistics,
+    Catches, NoGradParts, Hooked, Recurrent, Statistics, Collects, Generates, Transforms,
 ]  # fmt: skip
 
 
@@ -267,6 +311,18 @@ def test_trains_as_one_device_would(kind: type[nn.Module], stages: int) -> None:
         data = data[:2]
     split = cut(model, stages=stages, **data[0])
     assert_same_training(copy.deepcopy(model), split, data, square)
+
+
+@pytest.mark.filterwarnings("default")  # of torch.compile's own code
+def test_compiled_blocks_stay_whole() -> None:
+    split = cut(Compiled(), stages=2, **batches()[0])
+    assert split.layer_names(0)[0] == "blocks.0"
+    assert_same_training(Compiled(), split, batches(), square)
+
+
+def test_what_hides_its_code_is_refused() -> None:
+    with pytest.raises(SplitError, match=r"torch\.compile"):
+        cut(torch.compile(Stack(), backend="eager"), stages=2, **batches()[0])
 
 
 def test_output_objects_are_the_models_own() -> None:

@@ -34,6 +34,7 @@ class Event:
     number: in the timeline. name: of the function; of an atom, its path. call: how many-th call of this atom.
     uses, makes, changes: tensors it takes or reads from elsewhere, new ones it gives, ones it changes in place.
     extracts: gives Python something that depends on more than shapes. random: may draw random numbers.
+    transforms: is inside a transform of torch.func, over values that a later stage would have no ghosts for.
     region: the activation checkpoints around it.
     example: of an atom, its arguments, to measure it.
     """
@@ -46,6 +47,7 @@ class Event:
     changes: list[Value] = field(default_factory=list)
     extracts: bool = False
     random: bool = False
+    transforms: bool = False
     region: tuple[int, ...] = ()
     outcome: Outcome = NOTHING
     example: Any = None

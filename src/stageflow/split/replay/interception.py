@@ -112,7 +112,8 @@ def intercept(module: nn.Module, path: str, stand: Stand) -> Callable[[], None]:
             return plain(*args, **kwargs)
         return timeline.atom(path, plain, args, kwargs)
 
-    module.forward = forward
+    # Past nn.Module's own way to set attributes, which a compiled module hands on to the one it was made from.
+    module.__dict__["forward"] = forward
 
     def undo() -> None:
         del module.__dict__["forward"]
@@ -174,6 +175,12 @@ _RANDOM_NAMES = frozenset(
 )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module came from torch.compile, so that what it calls can't be seen."""
+    # By name, since importing torch._dynamo takes seconds.
+    return any(cls.__name__ == "OptimizedModule" and "_dynamo" in cls.__module__ for cls in type(module).__mro__)
+
+
 def walk_atoms(model: nn.Module, opened: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
     """The maximal modules with parameters that are not opened; a module in several places, once."""
     seen: set[int] = set()
@@ -192,4 +199,5 @@ def walk_atoms(model: nn.Module, opened: frozenset[str]) -> Iterator[tuple[str, 
 
 
 def _is_container(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    """Whether a module can't be called at all."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)

@@ -91,6 +91,8 @@ class Flow:
                 uses = [e.number for e in self.users[value]]
                 forbid(self.changers[value][0].number, max(uses), "the model changes its input in place")
         for event in self.trace.events:
+            if event.transforms:
+                forbid(event.number, len(self.trace.events), "values from before it are transformed by torch.func")
             if event.by_autograd:
                 first = min([v.born for v in event.uses[1:]], default=-1) if event.name == "grad" else -1
                 forbid(first, event.number, "forward itself asks for a gradient through it")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from stageflow.split.replay.ghost import METADATA
-from stageflow.split.replay.interception import Stand, Timeline, intercept, lend
+from stageflow.split.replay.interception import Stand, Timeline, intercept, is_compiled, lend
 
 ENOUGH_BLOCKS = 8
 ENOUGH_ATOMS = 8
@@ -68,7 +68,12 @@ def record_calls(
     hollow: the model has no weights.
     """
     recorder, stand = _Recorder(), Stand()
-    undo = [intercept(module, path, stand) for path, module in model.named_modules()]
+    compiled = [f"{path}." for path, module in model.named_modules() if is_compiled(module)]
+    undo = [
+        intercept(module, path, stand)
+        for path, module in model.named_modules()
+        if not path.startswith(tuple(compiled))
+    ]
     stand.current = recorder
     try:
         args, kwargs = arguments
@@ -87,7 +92,7 @@ class Opening:
         self.model = model
         self.calls = calls
         self.paths = {""}
-        self.sealed: set[str] = set()
+        self.sealed = {path for path, module in model.named_modules() if is_compiled(module)}
         self._size = {path: sum(p.numel() for p in m.parameters()) for path, m in model.named_modules()}
         self._modules = dict(model.named_modules())
 

@@ -40,13 +40,19 @@ class Surroundings:
                 self._seal("it calls modules inside an autograd.Function", frame)
         return tuple(found)
 
-    def seal(self, reason: str) -> None:
-        """Keep the module whose code is running in one piece."""
-        self._seal(reason, sys._getframe(1))
+    def seal(self, reason: str, unless_whole: bool = False) -> bool:
+        """Keep the module whose code is running in one piece.
 
-    def _seal(self, reason: str, frame: FrameType) -> None:
+        unless_whole: not if that is the whole model. Returns whether it is sealed.
+        """
+        return self._seal(reason, sys._getframe(1), unless_whole)
+
+    def _seal(self, reason: str, frame: FrameType, unless_whole: bool = False) -> bool:
         paths = (self._paths.get(id(outer.f_locals.get("self"))) for outer in _out_from(frame))
-        self.sealed.setdefault(next((path for path in paths if path is not None), ""), reason)
+        path = next((path for path in paths if path is not None), "")
+        if path or not unless_whole:
+            self.sealed.setdefault(path, reason)
+        return bool(path) or not unless_whole
 
     def forget(self) -> None:
         """Let go of what the frames looked at hold."""

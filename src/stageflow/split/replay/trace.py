@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 
 from stageflow.errors import FrameError
 from stageflow.split.replay.events import Event, Value
@@ -19,6 +20,7 @@ from stageflow.split.replay.interception import (
     Stand,
     Timeline,
     intercept,
+    is_compiled,
     known,
     lend,
     over_what,
@@ -60,6 +62,7 @@ class Trace(Timeline):
         self._calls: dict[str, int] = defaultdict(int)
         self._atom: Event | None = None
         self._used: set[Value] = set()
+        self._compiled = {path for path, module in model.named_modules() if is_compiled(module)}
         for name, tensor, _ in named_state(model):
             if id(tensor) not in self._values:
                 self.states[name] = self._enter(Value(f"s:{name}", -1, tensor, isinstance(tensor, nn.Parameter)))
@@ -90,12 +93,16 @@ class Trace(Timeline):
         self._calls[path] += 1
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if path in self._compiled:
+                return self.run_inside(forward, args, kwargs)
             self._atom, self._used, self.inside = event, set(), True
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._atom, self.inside = None, False
 
+        if path in self._compiled:
+            return self._record(event, run, args, kwargs)
         before = self._contents()
         result = self._record(event, run, args, kwargs)
         after = self._contents()
@@ -191,6 +198,8 @@ class Trace(Timeline):
         value = self._values.get(id(tensor))
         if value is not None:
             return value
+        if functorch.is_functorch_wrapped_tensor(tensor):
+            return self._wrapped(tensor, event)
         maker = tensor.__dict__.get("_made_inside")
         if maker is not None and maker[0] is self:
             reason = f"a tensor made inside it reaches {event.name!r} in another way than by its result"
@@ -199,6 +208,17 @@ class Trace(Timeline):
             maker_name = tensor.grad_fn.name()
             self.surroundings.seal(f"{event.name!r} uses a tensor of {maker_name} that no call of torch seems to make")
         return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
+
+    def _wrapped(self, tensor: Tensor, event: Event) -> Value:
+        """What a transform of torch.func made of a tensor stands for that tensor; a ghost can't be transformed."""
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+        value = self._values.get(id(tensor))
+        if value is None:
+            value = Value(f"c{len(self._values)}", -1, tensor, tainted=False)
+        elif tensor.requires_grad:
+            event.transforms = not self.surroundings.seal("it uses transforms of torch.func", unless_whole=True)
+        return value
 
     def _inside_atom(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self._atom is not None

@@ -95,6 +95,8 @@ def fail():
     meet(endpoint, 1)
     sys.stdout.flush()
     if endpoint.rank == 1:
+        endpoint.flush(30)
+        time.sleep(0.3)  # what the others still wait for has to be out before this process is gone
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"can't go on: the connection to worker 1 was lost \(.*\)"):

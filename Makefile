@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 ARGS  ?=
 TESTS ?= tests
+JOBS  ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check lint types layers bench soak clean
@@ -33,8 +34,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 train: $(STAMP) ## train a small GPT in two stages (about a minute); DATA=path for your own text, ARGS= for more flags
 	$(BIN)/stageflow train $(if $(DATA),--data $(DATA)) --output runs/train $(ARGS)
 
-test: $(STAMP) ## run all tests; TESTS= for a part, ARGS= for pytest's flags
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+test: $(STAMP) ## run all tests; TESTS= for a part, ARGS= for pytest's flags, JOBS=0 for one after the other
+	$(BIN)/python -m pytest -n $(JOBS) $(TESTS) $(ARGS)
 
 check: lint types layers ## lint, types, layers
 

@@ -95,9 +95,10 @@ def fail():
     meet(endpoint, 1)
     sys.stdout.flush()
     if endpoint.rank == 1:
-        endpoint.flush(30)
-        time.sleep(0.3)  # what the others still wait for has to be out before this process is gone
+        for peer in (0, 2):  # nobody may still be meeting when this process is gone
+            endpoint.recv(tag(2, peer, 1, "ready"), 30)
         os.kill(os.getpid(), signal.SIGKILL)
+    endpoint.send(1, tag(2, endpoint.rank, 1, "ready"), Bundle())
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"can't go on: the connection to worker 1 was lost \(.*\)"):
         endpoint.recv(tag(5), 30)

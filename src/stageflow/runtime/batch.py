@@ -31,6 +31,13 @@ class MicroBatch:
     kwargs: dict[str, Any]
     target: Any
 
+    def copied_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """args and kwargs with tensors of their own."""
+        classes: dict[str, type] = {}
+        tensors, outline = flatten((self.args, self.kwargs), classes)
+        copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+        return unflatten(outline, copies, classes)  # type: ignore[no-any-return]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -83,7 +90,8 @@ class Batch:
         ]
 
     def microbatch(self, index: int) -> MicroBatch:
-        """Cut one micro-batch out; its tensors are views."""
+        """Cut one micro-batch out; its tensors are views, each with a version of its own for autograd: a model that
+        writes into its inputs writes into this micro-batch's only."""
         layout = self.layout
         if self._forms_only and (known := self._by_size.get(layout.sizes[index])) is not None:
             return known
@@ -93,7 +101,7 @@ class Batch:
         kwargs: dict[str, Any] = {}
         target = None
         for slot, meta, leaves in self._slots:
-            tensors = {name: tensor if dim is None else tensor.narrow(dim, start, size) for name, tensor, dim in leaves}
+            tensors = {name: tensor if dim is None else _cut(tensor, dim, start, size) for name, tensor, dim in leaves}
             value = unflatten(meta, tensors, self.classes)
             if slot.isdigit():
                 args.append(value)
@@ -131,6 +139,11 @@ class Batch:
             else:
                 tensors[name] = bundle.tensors[name].to(device, non_blocking=True)
         return cls(tensors, Layout.from_plain(bundle.meta["layout"]), classes)
+
+
+def _cut(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    part = tensor.narrow(dim, start, size)
+    return part if part.requires_grad else part.data
 
 
 def cut_batch(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stageflow.errors import SplitError
+from stageflow.split.hooks import refuse_backward_hooks
 from stageflow.split.measure import undisturbed
 from stageflow.split.replay.assembly import Assembly, copy_model
 from stageflow.split.replay.costs import count_parameters, measure
@@ -59,7 +60,8 @@ def cut(request: Request) -> Split:
 
 
 def _refuse(model: nn.Module) -> None:
-    """Name what hides its code."""
+    """Name what hides its code, or could not be met alike on all workers."""
+    refuse_backward_hooks(model)
     if is_compiled(model):
         raise SplitError("the model as a whole came from torch.compile: pass the module that it was made from")
     for path, module in model.named_modules():

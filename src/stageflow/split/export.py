@@ -16,6 +16,7 @@ from stageflow.errors import SplitError
 from stageflow.split.balance import chain_min_max
 from stageflow.split.capture import Args, Capture, capture
 from stageflow.split.graph_stages import assemble
+from stageflow.split.hooks import refuse_backward_hooks
 from stageflow.split.measure import undisturbed
 from stageflow.split.pieces import (
     ROUNDS,
@@ -52,9 +53,12 @@ def cut(request: Request) -> Split:
         model = request.deferred.materialise(request.deferred.shapes.keys())
         warnings.append("the whole model was built once, here, to capture its graph; each worker builds its part")
     _refuse_mixed_modes(model)
+    refuse_backward_hooks(model)
     census = take_census(model)
     seen = _look(model, request.example, census, training=True)
     pieces = find_pieces(seen.graph.nodes)
+    if not pieces:
+        raise SplitError("the captured graph is empty: the model computes nothing")
     costs = _costs(request, seen, pieces, census)
     bounds = _bounds(request, seen, pieces, costs)
     captures = {True: (seen.graph, bounds)}

@@ -58,6 +58,16 @@ class HookedSpec(StageSpec):
         return program
 
 
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise SplitError for hooks on a module's backward: a graph has none, and a replay meets them on some workers."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SplitError(
+                f"{path or 'the model'!r} has backward hooks, which only the layers of an nn.Sequential may have; "
+                "hooks on parameters work everywhere"
+            )
+
+
 def carry_hooks(model: nn.Module, split: Split) -> None:
     """Let the parameters of a split's stages have the hooks that they have in the model.
 

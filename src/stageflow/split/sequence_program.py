@@ -13,6 +13,7 @@ from stageflow.graph import Bundle, StageResult
 from stageflow.split.deferred import DeferredModel
 from stageflow.split.spec import StageSpec
 from stageflow.split.state import named_state, tensor_named
+from stageflow.split.travel import needs_packing, pack, unpack
 from stageflow.transport.structure import flatten, unflatten
 
 ALONE: Any = {"tensor": "0"}  # the outline of a value that is just one tensor
@@ -24,6 +25,15 @@ class Given:
 
     modules: list[nn.Module]
     loose: dict[str, Tensor]
+
+    def __reduce__(self) -> Any:
+        if any(map(needs_packing, self.modules)):
+            return _unpacked, (pack((self.modules, self.loose)),)
+        return Given, (self.modules, self.loose)
+
+
+def _unpacked(data: bytes) -> Given:
+    return Given(*unpack(data))
 
 
 @dataclass

@@ -116,7 +116,8 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
     names = set()
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        names.update(prefix + name for name in module._buffers if name not in module._non_persistent_buffers_set)
+        own = {name for name, _ in module._buffers.items()}  # a scripted module's table can't be iterated over
+        names.update(prefix + name for name in own - set(module._non_persistent_buffers_set))
     return names
 
 

@@ -21,6 +21,11 @@ Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 
 def check_model(model: Any) -> Model:
     """Raise InputError for what is no model."""
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        raise InputError(
+            f"model is a {type(model).__name__}, which has no forward; give list(model) for modules that run one after "
+            "the other, or a module that says how they do"
+        )
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Sequence) and not isinstance(model, str):

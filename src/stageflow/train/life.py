@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from stageflow.errors import InputError, PipelineClosed
 from stageflow.runtime.batch import MicroBatch
 from stageflow.split import Split, split_model
@@ -95,12 +97,14 @@ class Life:
         if self._crew is None and self._example is not None:
             self._crew = self._start(self._example())
 
+    @torch.inference_mode(False)  # weights copied in inference mode, as for a first predict, could never be trained
+    @torch.enable_grad()
     def _start(self, inputs: MicroBatch) -> Crew:
         blueprint = self._blueprint
         blueprint.show(inputs.args, inputs.kwargs)
 
         def split() -> Split:
-            example = (inputs.args, inputs.kwargs)
+            example = inputs.copied_inputs()  # the model runs on them, and may write into them
             return split_model(self._model, example, stages=blueprint.stages, **self._splitting)
 
         if self._launch == "torchrun":

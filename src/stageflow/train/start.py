@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
-import cloudpickle
-
 from stageflow.errors import InputError
 from stageflow.graph import StageBuilder
 from stageflow.launch.base import WorkerGroup
 from stageflow.launch.devices import choose_devices
 from stageflow.launch.processes import start_processes
 from stageflow.launch.threads import start_threads
+from stageflow.launch.travel import pack, unpack
 from stageflow.runtime.random import Turns
 from stageflow.runtime.worker import WorkerPlan
 from stageflow.train.crew import Crew, DrivenWorker, DriverCrew
@@ -67,4 +66,4 @@ def start_crew(
 
 
 def _copy(spec: StageBuilder) -> StageBuilder:
-    return cloudpickle.loads(cloudpickle.dumps(spec))  # type: ignore[no-any-return]
+    return unpack(pack(spec, f"stage {spec.index}"))  # type: ignore[no-any-return]

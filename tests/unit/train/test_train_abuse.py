@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import stageflow as sf
-from stageflow.errors import InputError, StageFailed
+from stageflow.errors import InputError, LaunchError, SplitError, StageFailed
 
 X, Y = torch.ones(4, 4), torch.zeros(4, 4)
 
@@ -155,3 +156,103 @@ def test_numpy_inputs_and_targets_reach_the_stages_that_read_them(amounts):
         for scale in (1.0, 2.0):
             expected = F.mse_loss(model(X, amounts * scale), Y)
             torch.testing.assert_close(pipe.train_step(X, amounts * scale, target=Y.numpy()), expected)
+
+
+class _Layers(nn.Module):
+    """Layers in a loop, which is cut as blocks."""
+
+    def __init__(self, doubling: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.doubling = doubling
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.doubling:
+            x.mul_(2.0)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(model: nn.Module, steps: int) -> list[Tensor]:
+    """Losses of plain training, one micro-batch after the other."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parts = [F.mse_loss(model(x.clone()), y) / 2 for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]
+        sum(parts).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append(sum(parts).detach())  # type: ignore[union-attr]
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_model_that_writes_into_its_inputs(schedule):
+    batch = X.clone()
+    with make(_Layers(doubling=True), schedule=schedule) as pipe:
+        losses = [pipe.train_step(batch, target=Y) for _ in range(2)]
+    torch.testing.assert_close(losses, trained(_Layers(doubling=True), 2))
+    assert torch.equal(batch, X)  # not even by the split, which runs the model
+
+
+def _normed(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            parametrizations.weight_norm(module)
+    return model
+
+
+@pytest.mark.parametrize("build", [_Layers, lambda: nn.Sequential(*_Layers().layers)], ids=["blocks", "sequence"])
+def test_parametrized_weights_travel(build):
+    with make(_normed(build())) as pipe:
+        losses = [pipe.train_step(X, target=Y) for _ in range(2)]
+        assert pipe.split.way in ("blocks", "sequence")
+    torch.testing.assert_close(losses, trained(_normed(build()), 2))
+
+
+def test_a_first_predict_in_inference_mode_does_not_spoil_training():
+    with make(_Layers()) as pipe:
+        with torch.inference_mode():
+            pipe.predict(X)
+        torch.testing.assert_close([pipe.train_step(X, target=Y)], trained(_Layers(), 1))
+
+
+@pytest.mark.parametrize("model", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+def test_containers_without_a_forward_are_refused(model):
+    with pytest.raises(InputError, match="has no forward"):
+        make(model)
+
+
+def _hooked() -> nn.Module:
+    model = _Layers()
+    model.layers[1].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def _scripted() -> Any:
+    return torch.jit.script(nn.Linear(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (nn.Identity, "computes nothing"),
+        (_hooked, "'layers.1' has backward hooks"),
+        (_scripted, "is a scripted module"),
+    ],
+)
+def test_models_that_can_not_be_cut_are_refused_by_name(build, words):
+    with make(build()) as pipe, pytest.raises(SplitError, match=words):
+        pipe.train_step(X, target=Y)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_can_not_be_copied_is_named():
+    with (
+        make(nn.Sequential(_scripted(), nn.Linear(4, 4))) as pipe,
+        pytest.raises(LaunchError, match=r"stage 0\.weights\.modules\[0\]"),
+    ):
+        pipe.train_step(X, target=Y)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from stageflow.graph import StageProgram
 from stageflow.split.deferred import DeferredModel
 from stageflow.split.replay.ghost import Ghost
 from stageflow.split.replay.plan import Plan
 from stageflow.split.replay.program import ReplayProgram
-from stageflow.split.replay.travel import has_hooks, pack, unpack
 from stageflow.split.spec import StageSpec
+from stageflow.split.travel import needs_packing, pack, unpack
 
 
 @dataclass
@@ -28,8 +27,6 @@ class ReplaySpec(StageSpec):
     held: the parameters and buffers that are real here, by the names they are owned under.
     first_names: further names of tied tensors -> the name they are owned under.
     without_cache: the model's key-value cache is switched off.
-    parametrized: paths of modules with parametrizations, whose generated classes can't travel: until `build` they
-        are of the class they were made from.
     """
 
     index: int
@@ -38,18 +35,10 @@ class ReplaySpec(StageSpec):
     held: frozenset[str]
     first_names: dict[str, str]
     without_cache: bool = False
-    parametrized: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.model, nn.Module):
-            for path, module in self.model.named_modules():
-                if parametrize.is_parametrized(module):
-                    module.__class__ = type(module).__bases__[0]
-                    self.parametrized.append(path)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if isinstance(self.model, nn.Module) and has_hooks(self.model):
+        if isinstance(self.model, nn.Module) and needs_packing(self.model):
             state["model"] = pack(self.model)
         return state
 
@@ -63,11 +52,6 @@ class ReplaySpec(StageSpec):
         if isinstance(model, DeferredModel):
             model = model.materialise(self.held)
             haunt(model, self.held, self.first_names, device)
-        for path in self.parametrized:
-            module = model.get_submodule(path)
-            parametrize._inject_new_class(module)
-            for name in module.parametrizations:  # type: ignore[union-attr]
-                parametrize._inject_property(module, name)
         if self.without_cache:
             switch_cache_off(model)
         _move(model, device)

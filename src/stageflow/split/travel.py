@@ -1,4 +1,4 @@
-"""Pickling models whose hooks refer to things that can't be pickled, but can be named."""
+"""Pickling models that pickle, and cloudpickle too, won't take, though all that is in them can travel."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from typing import Any
 
 import cloudpickle
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """Whether functions are attached to any of the model's modules."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+def needs_packing(model: nn.Module) -> bool:
+    """Whether the model has what only `pack` may be able to pickle: hooks, parametrized weights."""
+    return any(m._forward_hooks or m._forward_pre_hooks or is_parametrized(m) for m in model.modules())
 
 
 def pack(value: Any) -> bytes:
-    """As cloudpickle.dumps, with context variables by the name under which a module holds them.
+    """As cloudpickle.dumps, and more.
 
-    A hook defined inside a function travels with the globals it uses; those of transformers' output recorder are
-    context variables.
+    Context variables travel by the name under which a module holds them: a hook defined inside a function travels with
+    the globals it uses, and those of transformers' output recorder are context variables.
+
+    Modules with parametrized weights (weight_norm, spectral_norm, ...) are of a class that torch made for each of them
+    and that refuses to be pickled, because pickle would not find it; cloudpickle takes the class along.
     """
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
@@ -38,6 +42,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ContextVar):
             return _named, _name_of(obj)
+        if isinstance(obj, nn.Module) and is_parametrized(obj):
+            return object.__new__, (type(obj),), obj.__dict__
         return super().reducer_override(obj)
 
 

@@ -72,3 +72,8 @@ def test_paths_are_those_of_the_driver_even_after_it_changed_folder(tmp_path, mo
         pipe.train_step(X, target=Y)
         pipe.load("run")
         assert all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_timeout_may_be_infinite():
+    with make(timeout=float("inf")) as pipe:
+        assert pipe.train_step(X, target=Y).item() == losses(1)[0]

@@ -16,6 +16,8 @@ from stageflow.runtime.stage import Recompute
 from stageflow.schedule import Schedule
 from stageflow.transport.cores import usable_cores
 
+LONGEST_TIMEOUT = 1e8  # three years, which the system's clocks still take: math.inf means for ever
+
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 
 

@@ -20,6 +20,7 @@ from stageflow.runtime.worker import StateKind, StepCommand
 from stageflow.schedule import Schedule
 from stageflow.split import Split
 from stageflow.train.arguments import (
+    LONGEST_TIMEOUT,
     Model,
     as_call,
     check_functions,
@@ -127,6 +128,7 @@ class Pipeline:
             threads=threads,
             timeout=timeout,
         )
+        timeout = min(timeout, LONGEST_TIMEOUT)
         self.stages = count_stages(stages, schedule, device)
         self.microbatches = count_microbatches(microbatches, self.stages, schedule)
         self._blueprint = Blueprint(self.stages, self.microbatches, schedule, workers)

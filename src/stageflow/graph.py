@@ -77,7 +77,7 @@ class Bundle:
     meta: what is no tensor, in plain form only (None, bool, int, float, str, and lists and str-keyed dicts of them).
     """
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     meta: Any = None
 
 
@@ -115,8 +115,10 @@ class StageProgram(Protocol):
 
     index: int
     module: nn.Module
-    layers: Sequence[nn.Module] | None
     parameters: dict[str, nn.Parameter]
+
+    @property
+    def layers(self) -> Sequence[nn.Module] | None: ...
 
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...

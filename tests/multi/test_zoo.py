@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import stageflow as sf
+from stageflow.testing.leaks import no_leaks
 from zoo.entry import Entry, own_loss
 from zoo.harness import Record, compare, one_device
 from zoo.registry import ZOO
@@ -16,6 +17,13 @@ BALANCE = {1: "parameters", 2: "time", 4: "parameters"}
 
 # Model code of other packages warns about itself.
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaves_nothing(_warm):
+    """In place of a look after every test, which takes as long as the test."""
+    with no_leaks():
+        yield
 
 
 def train(entry: Entry, stages: int) -> Record:

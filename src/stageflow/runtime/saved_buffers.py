@@ -32,11 +32,12 @@ class SavedBuffers:
     def _copying(self, training: bool, names: list[str] | None) -> Iterator[None]:
         buffers = self._program.buffers
         versions = {name: buffers[name]._version for name in (buffers if names is None else names)}
-        memory = {buffers[name].untyped_storage().data_ptr(): name for name in versions}
+        memory = {buffers[name].untyped_storage()._cdata: name for name in versions}
         saved: set[str] = set()
 
         def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
-            name = memory.get(tensor.untyped_storage().data_ptr()) if torch._C._has_storage(tensor) else None
+            with torch._C.DisableTorchFunction():  # the stage may be watching torch calls itself
+                name = memory.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
             if name is None:
                 return tensor, tensor._version
             saved.add(name)

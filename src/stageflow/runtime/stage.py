@@ -29,15 +29,19 @@ class StageOptions:
 
     loss: see `compute_loss`.
     recompute: "stage" drops all activations after F and computes them again in the backward; "layer" does so layer by
-        layer; None keeps them.
+        layer; None keeps them. One for all stages, or a tuple with one per stage.
     check_finite: stop at the first value that is NaN or infinite.
     autocast: dtype for `torch.autocast`, None for none.
     """
 
     loss: LossFunction | None = None
-    recompute: Recompute | None = None
+    recompute: Recompute | None | tuple[Recompute | None, ...] = None
     check_finite: bool = False
     autocast: torch.dtype | None = None
+
+    def recompute_of(self, stage: int) -> Recompute | None:
+        """How one stage recomputes."""
+        return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
 
 
 @dataclass(slots=True)
@@ -107,7 +111,8 @@ class Stage:
         self._turns = turns
         self._drawn: dict[tuple[bool, bool], Drawn] = {}
         self._kept: dict[int, Kept] = {}
-        if options.recompute == "layer":
+        self._recompute = options.recompute_of(self.index)
+        if self._recompute == "layer":
             if program.layers is None:
                 raise InputError(f"stage {self.index} has no layers to recompute one by one: use recompute='stage'")
             recompute_layers(program.layers)
@@ -143,7 +148,7 @@ class Stage:
         if not train:
             with torch.no_grad():
                 return self._run(job, want_loss=False)
-        ran = self._run_forgetful(job) if self.options.recompute == "stage" else self._run(job, want_loss=True)
+        ran = self._run_forgetful(job) if self._recompute == "stage" else self._run(job, want_loss=True)
         self._kept[microbatch] = ran.kept
         return ran
 

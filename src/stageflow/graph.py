@@ -9,6 +9,7 @@ the stage that makes it to each stage that uses it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,14 +94,20 @@ class StageResult:
     output: Any = None
 
 
-class StageBuilder(Protocol):
-    """What makes a stage on its worker; holds that stage's weights only, or the means to make them."""
+class StageSpec(ABC):
+    """What a stage is made of; travels to its worker, and makes the stage there.
+
+    It holds the weights of its own stage only, or the means to make them (a function, a file). `build` gives the
+    spec's modules away and may be called once: a spec that did not travel shares its tensors with the user's model.
+
+    index: the stage's number in the graph.
+    """
 
     index: int
 
+    @abstractmethod
     def build(self, device: torch.device) -> StageProgram:
         """Make the stage's program with its parameters and buffers on ``device``."""
-        ...
 
 
 class StageProgram(Protocol):

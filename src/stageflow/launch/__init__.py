@@ -1,7 +1,7 @@
 """Starts workers, watches them, and says what went wrong. Moves no tensors and, torchrun apart, needs no torch.
 
 base        what a group of workers is, and what a worker is given
-supervisor  decides: events in, commands out
+supervisor  decides: notices in, commands out
 group       obeys it; threads and processes add how
 zygote      what worker processes are forked from; server is the driver's side of it, worker what they become
 torchrun    ranks without a driver; agreement decides for them

@@ -21,7 +21,7 @@ class RemoteError(Exception):
 
 
 @dataclass
-class Report:
+class Failure:
     """An exception that ended a worker's call, and where.
 
     when: time.monotonic() at which it was caught. what: its class and the first line of its text. text: its traceback.
@@ -39,7 +39,7 @@ class Report:
     action: str = ""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, doing: str) -> Report:
+    def of(cls, rank: int, error: BaseException, doing: str) -> Failure:
         """Describe an exception just caught on a worker.
 
         The place is what the exception says itself (attributes ``stage``, ``microbatch``, ``action``), else what the
@@ -85,21 +85,21 @@ def kind_of(error: BaseException) -> FailureKind:
             return "error"
 
 
-def stage_failed(report: Report, *, closed: bool, stuck: Sequence[int] = ()) -> StageFailed:
+def stage_failed(failure: Failure, *, closed: bool, stuck: Sequence[int] = ()) -> StageFailed:
     """The error of a call in which a worker's code raised; its ``__cause__`` is that exception.
 
     The exception carries ``worker``, ``stage``, ``microbatch`` and ``action`` as attributes.
     """
-    where = f"worker {report.rank}" + (f" (stage {report.stage})" if report.stage is not None else "")
-    during = f" during {report.action}" if report.action else ""
+    where = f"worker {failure.rank}" + (f" (stage {failure.stage})" if failure.stage is not None else "")
+    during = f" during {failure.action}" if failure.action else ""
     error = StageFailed(
-        f"{where} raised {report.what}{during}" + _aftermath(closed, stuck),
-        worker=report.rank,
-        stage=report.stage,
-        microbatch=report.microbatch,
-        action=report.action or None,
+        f"{where} raised {failure.what}{during}" + _aftermath(closed, stuck),
+        worker=failure.rank,
+        stage=failure.stage,
+        microbatch=failure.microbatch,
+        action=failure.action or None,
     )
-    error.__cause__ = report.error
+    error.__cause__ = failure.error
     return error
 
 
@@ -137,16 +137,16 @@ def worker_died(status: WorkerStatus, code: int | None, stacks: str = "") -> Wor
 
 
 def worker_hung(
-    statuses: Sequence[WorkerStatus], timeout: float, stacks: Mapping[int, str], said: Sequence[Report] = ()
+    statuses: Sequence[WorkerStatus], timeout: float, stacks: Mapping[int, str], said: Sequence[Failure] = ()
 ) -> WorkerHung:
     """The error of a call in which nothing moved for ``timeout`` seconds.
 
-    said: reports of workers that gave up waiting by themselves, perhaps before.
+    said: failures of workers that gave up waiting by themselves, perhaps before.
     """
     lines = [f"no worker made progress for {timeout:g} s; all workers were ended and the group is closed"]
     for status in statuses:
         lines.append(f"  {status}")
-    lines += [f"  worker {report.rank} raised {report.what}" for report in said]
+    lines += [f"  worker {failure.rank} raised {failure.what}" for failure in said]
     for rank, stack in sorted(stacks.items()):
         if stack:
             lines.append(f"stacks of worker {rank}:")

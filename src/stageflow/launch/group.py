@@ -15,7 +15,7 @@ from stageflow.errors import InputError, LaunchError, PipelineClosed, StageFaile
 from stageflow.launch import supervisor as sv
 from stageflow.launch.base import Arguments, Call, WorkerGroup, WorkerStatus
 from stageflow.launch.board import StatusBoard
-from stageflow.launch.failure import Report, kind_of, stage_failed, worker_died, worker_hung
+from stageflow.launch.failure import Failure, kind_of, stage_failed, worker_died, worker_hung
 from stageflow.launch.servant import BUILD
 from stageflow.transport.base import Endpoint, Interrupt
 
@@ -26,7 +26,7 @@ _TICK = 0.2
 class SupervisedGroup(WorkerGroup):
     """Feeds what happens to a `Supervisor` and obeys it.
 
-    A subclass fills ``_results`` and ``_reports`` in `_poll` and says how to post, interrupt, kill and look.
+    A subclass fills ``_results`` and ``_failures`` in `_poll` and says how to post, interrupt, kill and look.
     """
 
     def __init__(self, size: int, board: StatusBoard, grace: float) -> None:
@@ -34,7 +34,7 @@ class SupervisedGroup(WorkerGroup):
         self._board = board
         self._supervisor = sv.Supervisor(size, grace=grace)
         self._results: dict[int, Any] = {}
-        self._reports: dict[int, Report] = {}
+        self._failures: dict[int, Failure] = {}
         self._exits: dict[int, int | None] = {}
         self._endpoint: Endpoint | None = None
         self._timeout = 0.0
@@ -58,7 +58,7 @@ class SupervisedGroup(WorkerGroup):
         """Hand a worker its message."""
 
     @abstractmethod
-    def _poll(self, wait: float) -> list[sv.Event]:
+    def _poll(self, wait: float) -> list[sv.Notice]:
         """What happened, waiting up to ``wait`` seconds for the first thing."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class SupervisedGroup(WorkerGroup):
 
     def _launch(self, messages: Sequence[Any], timeout: float) -> Call:
         self._results.clear()
-        self._reports.clear()
+        self._failures.clear()
         self._stacks = {}
         self._verdict = None
         self._error = None
@@ -188,16 +188,16 @@ class SupervisedGroup(WorkerGroup):
 
     def _pump(self, wait: float) -> None:
         """Take in what happened and do what the supervisor says."""
-        for event in self._poll(wait):
-            self._feed(event)
+        for notice in self._poll(wait):
+            self._feed(notice)
         self._feed(sv.Tick(time.monotonic(), self._board.progress()))
 
-    def _feed(self, event: sv.Event) -> None:
-        for command in self._supervisor.handle(event):
+    def _feed(self, notice: sv.Notice) -> None:
+        for command in self._supervisor.handle(notice):
             match command:
                 case sv.Snapshot():
                     self._snapshot = self.status()
-                case sv.Interrupt():
+                case sv.Stop():
                     self._interrupt()
                 case sv.Resume():
                     self._resume()
@@ -211,15 +211,15 @@ class SupervisedGroup(WorkerGroup):
     def _conclude(self, verdict: sv.Conclude) -> None:
         self._verdict = verdict
         match verdict.kind:
-            case "failed" if verdict.rank in self._reports:
-                self._error = stage_failed(self._reports[verdict.rank], closed=verdict.closed, stuck=verdict.stuck)
+            case "failed" if verdict.rank in self._failures:
+                self._error = stage_failed(self._failures[verdict.rank], closed=verdict.closed, stuck=verdict.stuck)
             case "died":
                 assert verdict.rank is not None
                 code = self._exits[verdict.rank]
                 faults = self._dump([verdict.rank]).get(verdict.rank, "")
                 self._error = worker_died(self._snapshot[verdict.rank], code, faults)
             case "hung":
-                said = [report for report in self._reports.values() if report.kind == "timeout"]
+                said = [failure for failure in self._failures.values() if failure.kind == "timeout"]
                 self._error = worker_hung(self._snapshot, self._timeout, self._stacks, said)
             case _:
                 pass
@@ -298,6 +298,6 @@ class _Running(Call):
         if group._supervisor.phase == "closed":
             group.close()
         cause, group._error = group._error, None  # an exception's frames hold tensors
-        group._reports.clear()
+        group._failures.clear()
         if isinstance(error, TransportError) and cause is not None:
             raise cause  # the driver's own transfer failed because of this

@@ -23,7 +23,7 @@ from stageflow.launch.group import SupervisedGroup
 from stageflow.launch.guard import refuse_import_time_start
 from stageflow.launch.servant import BUILD
 from stageflow.launch.server import Lease, import_path
-from stageflow.launch.travel import pack, unpack, unpack_report
+from stageflow.launch.travel import pack, unpack, unpack_failure
 
 _CLOSE_WITHIN = 1.0  # seconds that idle workers get to close their services
 _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
@@ -132,20 +132,20 @@ class ProcessGroup(SupervisedGroup):
         with contextlib.suppress(Closed, TimeoutError):
             self._held.channels[rank].send(*message, timeout=self._timeout)
 
-    def _poll(self, wait: float) -> list[sv.Event]:
-        events: list[sv.Event] = []
+    def _poll(self, wait: float) -> list[sv.Notice]:
+        notices: list[sv.Notice] = []
         exited: list[tuple[int, int | None]] = []
         for key, _ in self._held.selector.select(wait):
             if key.data is None:
                 exited += self._news()
             else:
-                events += self._answers(key.data)
+                notices += self._answers(key.data)
         for rank, code in exited:
-            events += self._answers(rank)  # what it said last comes before its end
+            notices += self._answers(rank)  # what it said last comes before its end
             self._exits[rank] = code
             self._gone.add(rank)
-            events.append(sv.Exited(time.monotonic(), rank))
-        return events
+            notices.append(sv.Exited(time.monotonic(), rank))
+        return notices
 
     def _news(self) -> list[tuple[int, int | None]]:
         """Exits (rank, code) that the zygote reports. It being gone means that all are."""
@@ -160,24 +160,24 @@ class ProcessGroup(SupervisedGroup):
             return []
         return [(message["rank"], message["exit"])]
 
-    def _answers(self, rank: int) -> list[sv.Event]:
-        events: list[sv.Event] = []
+    def _answers(self, rank: int) -> list[sv.Notice]:
+        notices: list[sv.Notice] = []
         channel = self._held.channels[rank]
         if rank in self._gone:
-            return events
+            return notices
         try:
             for kind, payload in channel.pending():
                 now = time.monotonic()
                 if kind == b"result":
                     self._results[rank] = unpack(payload)
-                    events.append(sv.Finished(now, rank))
+                    notices.append(sv.Finished(now, rank))
                 else:
-                    report = self._reports[rank] = unpack_report(payload)
-                    events.append(sv.Failed(now, rank, report.when, report.kind))
+                    failure = self._failures[rank] = unpack_failure(payload)
+                    notices.append(sv.Failed(now, rank, failure.when, failure.kind))
         except Closed:
             if channel.fileno() in self._held.selector.get_map():
                 self._held.selector.unregister(channel)  # its exit is reported by the zygote
-        return events
+        return notices
 
     def _interrupt(self) -> None:
         self._held.stop.send()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stageflow.launch.base import Factory, WorkerContext
-from stageflow.launch.failure import Report
+from stageflow.launch.failure import Failure
 
 IDLE = "idle"
 BUILD = ""
@@ -14,14 +14,14 @@ BUILD = ""
 
 
 class Servant:
-    """Makes a worker's service and runs its methods; whatever they raise becomes a `Report`."""
+    """Makes a worker's service and runs its methods; whatever they raise becomes a `Failure`."""
 
     def __init__(self, context: WorkerContext, factory: Factory) -> None:
         self.context = context
         self._factory: Factory | None = factory
         self._service: Any = None
 
-    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Report | None]:
+    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Failure | None]:
         """Result and None, or None and what went wrong; the worker's status is "idle" afterwards."""
         board = self.context.board
         board.set(method or "its start")
@@ -33,7 +33,7 @@ class Servant:
                 return None, None
             return getattr(self._service, method)(*args, **kwargs), None
         except BaseException as error:  # SystemExit too: a worker ends only when the driver says so
-            return None, Report.of(self.context.rank, error, board.action)
+            return None, Failure.of(self.context.rank, error, board.action)
         finally:
             board.set(IDLE)
 

@@ -1,4 +1,4 @@
-"""Decides what happens to a group of workers. A pure machine: events in, commands out; no clock, no process, no pipe.
+"""Decides what happens to a group of workers. A pure machine: notices in, commands out; no clock, no process, no pipe.
 
               Started                    last Finished
     idle ───────────────► running ──────────────────────────► idle   Conclude(done)
@@ -69,7 +69,7 @@ class Tick:
     progress: int = 0
 
 
-Event = Started | Finished | Failed | Exited | Tick
+Notice = Started | Finished | Failed | Exited | Tick
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Interrupt:
+class Stop:
     """Tell all workers to stop what they do."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Take the interrupt back: everybody has stopped."""
+    """Take `Stop` back: everybody has stopped."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Conclude:
     stuck: tuple[int, ...] = ()
 
 
-Command = Snapshot | Interrupt | Resume | Dump | Kill | Conclude
+Command = Snapshot | Stop | Resume | Dump | Kill | Conclude
 
 
 class Supervisor:
@@ -136,71 +136,71 @@ class Supervisor:
         self._moved = 0.0
         self._stopped_at = 0.0
 
-    def handle(self, event: Event) -> list[Command]:
-        """Take one event; what to do now, in order."""
-        match event:
+    def handle(self, notice: Notice) -> list[Command]:
+        """Take one notice; what to do now, in order."""
+        match notice:
             case _ if self.phase == "closed":
                 return []
             case Started():
-                return self._start(event)
+                return self._start(notice)
             case Finished():
-                return self._finish(event)
+                return self._finish(notice)
             case Failed():
-                return self._fail(event)
+                return self._fail(notice)
             case Exited():
-                return self._exit(event)
+                return self._exit(notice)
             case Tick():
-                return self._tick(event)
+                return self._tick(notice)
 
-    def _start(self, event: Started) -> list[Command]:
+    def _start(self, notice: Started) -> list[Command]:
         if self.phase != "idle":
             raise RuntimeError(f"a call was started while the group was {self.phase}")
         self.phase = "running"
         self._busy = set(range(self.size))
         self._failures = []
-        self._timeout = event.timeout
-        self._progress = event.progress
-        self._moved = event.now
+        self._timeout = notice.timeout
+        self._progress = notice.progress
+        self._moved = notice.now
         return []
 
-    def _finish(self, event: Finished) -> list[Command]:
-        self._busy.discard(event.rank)
-        self._moved = event.now
+    def _finish(self, notice: Finished) -> list[Command]:
+        self._busy.discard(notice.rank)
+        self._moved = notice.now
         if self.phase == "running":
             if self._busy:
                 return []
             self.phase = "idle"
             return [Conclude("done")]
-        return self._stopped(event.now)
+        return self._stopped(notice.now)
 
-    def _fail(self, event: Failed) -> list[Command]:
+    def _fail(self, notice: Failed) -> list[Command]:
         if self.phase == "idle":
             return []
-        self._busy.discard(event.rank)
-        self._failures.append(event)
+        self._busy.discard(notice.rank)
+        self._failures.append(notice)
         if self.phase == "stopping":
-            return self._stopped(event.now)
+            return self._stopped(notice.now)
         self.phase = "stopping"
-        self._stopped_at = event.now
-        return [Snapshot(), Interrupt(), *self._stopped(event.now)]
+        self._stopped_at = notice.now
+        return [Snapshot(), Stop(), *self._stopped(notice.now)]
 
-    def _exit(self, event: Exited) -> list[Command]:
-        self._busy.discard(event.rank)
+    def _exit(self, notice: Exited) -> list[Command]:
+        self._busy.discard(notice.rank)
         cause = self._cause()
         self.phase = "closed"
         if cause is not None and cause.kind == "error":
             return [Kill(), Conclude("failed", cause.rank, closed=True)]
-        return [Snapshot(), Kill(), Conclude("died", event.rank, closed=True)]
+        return [Snapshot(), Kill(), Conclude("died", notice.rank, closed=True)]
 
-    def _tick(self, event: Tick) -> list[Command]:
+    def _tick(self, notice: Tick) -> list[Command]:
         if self.phase == "idle":
             return []
         if self.phase == "stopping":
-            return self._stopped(event.now)
-        if event.progress != self._progress:
-            self._progress = event.progress
-            self._moved = event.now
-        if event.now - self._moved < self._timeout:
+            return self._stopped(notice.now)
+        if notice.progress != self._progress:
+            self._progress = notice.progress
+            self._moved = notice.now
+        if notice.now - self._moved < self._timeout:
             return []
         self.phase = "closed"
         stuck = tuple(sorted(self._busy))

@@ -24,12 +24,12 @@ from stageflow.launch import supervisor as sv
 from stageflow.launch.base import Arguments, Factory, Wiring, WorkerContext
 from stageflow.launch.board import StatusBoard, StopSignal, stop_interrupt
 from stageflow.launch.devices import choose_devices
-from stageflow.launch.failure import Report
+from stageflow.launch.failure import Failure
 from stageflow.launch.group import SupervisedGroup
 from stageflow.launch.servant import Servant
 from stageflow.transport.base import Endpoint, Interrupt
 
-_Outcome = tuple[int, Any, Report | None]
+_Outcome = tuple[int, Any, Failure | None]
 
 
 class _Bell:
@@ -95,17 +95,17 @@ class ThreadGroup(SupervisedGroup):
     def _post(self, rank: int, message: Any) -> None:
         self._inboxes[rank].put(message)
 
-    def _poll(self, wait: float) -> list[sv.Event]:
-        events: list[sv.Event] = []
-        for rank, result, report in self._bell.take(wait):
+    def _poll(self, wait: float) -> list[sv.Notice]:
+        notices: list[sv.Notice] = []
+        for rank, result, failure in self._bell.take(wait):
             now = time.monotonic()
-            if report is None:
+            if failure is None:
                 self._results[rank] = result
-                events.append(sv.Finished(now, rank))
+                notices.append(sv.Finished(now, rank))
             else:
-                self._reports[rank] = report
-                events.append(sv.Failed(now, rank, report.when, report.kind))
-        return events
+                self._failures[rank] = failure
+                notices.append(sv.Failed(now, rank, failure.when, failure.kind))
+        return notices
 
     def _interrupt(self) -> None:
         self._stop.send()
@@ -161,10 +161,10 @@ def _work(servant: Servant, inbox: queue.SimpleQueue[Any], bell: _Bell) -> None:
     rank = servant.context.rank
     while (message := inbox.get()) is not None:
         method, args, kwargs = message
-        result, report = servant.run(method, args, kwargs)
+        result, failure = servant.run(method, args, kwargs)
         with contextlib.suppress(OSError):  # the group was closed without waiting for this thread
-            bell.put((rank, result, report))
-        del message, args, kwargs, result, report  # hold nothing of a finished call while waiting for the next
+            bell.put((rank, result, failure))
+        del message, args, kwargs, result, failure  # hold nothing of a finished call while waiting for the next
     servant.close()
 
 

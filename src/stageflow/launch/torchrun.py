@@ -28,7 +28,7 @@ from stageflow.errors import LaunchError, PipelineClosed, StageFailed, WorkerDie
 from stageflow.launch.agreement import Decision, Patience, Record, Trouble, decide, failing
 from stageflow.launch.base import WorkerContext
 from stageflow.launch.devices import choose_devices
-from stageflow.launch.failure import RemoteError, Report
+from stageflow.launch.failure import Failure, RemoteError
 from stageflow.launch.watch import LocalBoard, Notes, Watcher
 from stageflow.transport.base import Endpoint, Interrupt
 from stageflow.transport.dist import DistEndpoint
@@ -86,26 +86,26 @@ class TorchrunGroup:
         self._watcher.begin(self._call)
         self._board.set(getattr(function, "__name__", "a call"))
         result: Any = None
-        report: Report | None = None
+        failure: Failure | None = None
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            report = Report.of(self.rank, error, self._board.action)
+            failure = Failure.of(self.rank, error, self._board.action)
         try:
             self._board.set("idle", "the other ranks to end the call" if self.size > 1 else "")
-            decision, records = self._agree(report, timeout)
+            decision, records = self._agree(failure, timeout)
         finally:
             self._watcher.end()
-        if report is not None and not isinstance(report.error, Exception):
-            raise report.error  # Ctrl-C and the like are this rank's own
+        if failure is not None and not isinstance(failure.error, Exception):
+            raise failure.error  # Ctrl-C and the like are this rank's own
         if decision.kind != "done":
-            self._raise(decision, records, report, timeout)
+            self._raise(decision, records, failure, timeout)
         self._board.set("idle")
         return result
 
-    def _agree(self, report: Report | None, timeout: float) -> tuple[Decision, Sequence[Record]]:
+    def _agree(self, failure: Failure | None, timeout: float) -> tuple[Decision, Sequence[Record]]:
         """Publish how this rank ended and wait for the others."""
-        mine = Record(self._call, None if report is None else _trouble(report))
+        mine = Record(self._call, None if failure is None else _trouble(failure))
         records: Sequence[Record] = [mine if rank == self.rank else Record() for rank in range(self.size)]
         patience = Patience(timeout, _GRACE, time.monotonic())
         pause = _SHORTEST
@@ -124,8 +124,10 @@ class TorchrunGroup:
             decision = decide(records, self._call, patience_over=True)
             return (replace(decision, kind="died") if decision.kind == "hung" else decision), records
 
-    def _raise(self, decision: Decision, records: Sequence[Record], report: Report | None, timeout: float) -> NoReturn:
-        error = self._error(decision, records, report, timeout)
+    def _raise(
+        self, decision: Decision, records: Sequence[Record], failure: Failure | None, timeout: float
+    ) -> NoReturn:
+        error = self._error(decision, records, failure, timeout)
         if decision.missing or decision.kind != "failed":
             self._closed_by = str(error).partition("\n")[0]
             if decision.kind in ("hung", "died"):
@@ -134,7 +136,7 @@ class TorchrunGroup:
         raise error
 
     def _error(
-        self, decision: Decision, records: Sequence[Record], report: Report | None, timeout: float
+        self, decision: Decision, records: Sequence[Record], failure: Failure | None, timeout: float
     ) -> StageFailed | WorkerDied | WorkerHung:
         missing = ", ".join(map(str, decision.missing))
         if decision.kind == "died":
@@ -149,7 +151,7 @@ class TorchrunGroup:
         assert decision.cause is not None
         trouble = records[decision.cause].trouble
         assert trouble is not None
-        return _stage_failed(decision.cause, trouble, report if decision.cause == self.rank else None, missing)
+        return _stage_failed(decision.cause, trouble, failure if decision.cause == self.rank else None, missing)
 
     def _lines(self) -> list[str]:
         try:
@@ -197,19 +199,19 @@ class TorchrunGroup:
         self.close()
 
 
-def _trouble(report: Report) -> Trouble:
+def _trouble(failure: Failure) -> Trouble:
     return Trouble(
-        kind=report.kind,
+        kind=failure.kind,
         when=time.time(),
-        what=report.what,
-        text=report.text,
-        stage=report.stage,
-        microbatch=report.microbatch,
-        action=report.action,
+        what=failure.what,
+        text=failure.text,
+        stage=failure.stage,
+        microbatch=failure.microbatch,
+        action=failure.action,
     )
 
 
-def _stage_failed(rank: int, trouble: Trouble, own: Report | None, missing: str) -> StageFailed:
+def _stage_failed(rank: int, trouble: Trouble, own: Failure | None, missing: str) -> StageFailed:
     where = f"worker {rank}" + (f" (stage {trouble.stage})" if trouble.stage is not None else "")
     during = f" during {trouble.action}" if trouble.action else ""
     after = f"; worker {missing} did not stop within {_GRACE:g} s, so the group is closed" if missing else ""

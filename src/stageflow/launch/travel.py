@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from stageflow.errors import LaunchError
-from stageflow.launch.failure import RemoteError, Report
+from stageflow.launch.failure import Failure, RemoteError
 
 _DEPTH = 12
 
@@ -100,19 +100,19 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, obje
             yield f".<global {variable}>", function.__globals__[variable]
 
 
-def pack_report(report: Report) -> bytes:
-    """Bytes of a worker's report; an exception that does not survive the way is replaced by a `RemoteError`."""
+def pack_failure(failure: Failure) -> bytes:
+    """Bytes of a worker's failure; an exception that does not survive the way is replaced by a `RemoteError`."""
     try:
-        data = cloudpickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+        data = cloudpickle.dumps(failure, protocol=pickle.HIGHEST_PROTOCOL)
         pickle.loads(data)
     except Exception:
-        stand_in = RemoteError(report.what)
-        data = cloudpickle.dumps(replace(report, error=stand_in), protocol=pickle.HIGHEST_PROTOCOL)
+        stand_in = RemoteError(failure.what)
+        data = cloudpickle.dumps(replace(failure, error=stand_in), protocol=pickle.HIGHEST_PROTOCOL)
     return data
 
 
-def unpack_report(data: bytes) -> Report:
-    """What `pack_report` packed; the exception bears its remote traceback as a note."""
-    report: Report = pickle.loads(data)
-    report.error.add_note(f"\nTraceback on worker {report.rank}:\n{report.text.rstrip()}")
-    return report
+def unpack_failure(data: bytes) -> Failure:
+    """What `pack_failure` packed; the exception bears its remote traceback as a note."""
+    failure: Failure = pickle.loads(data)
+    failure.error.add_note(f"\nTraceback on worker {failure.rank}:\n{failure.text.rstrip()}")
+    return failure

@@ -16,10 +16,10 @@ from stageflow.launch import zygote
 from stageflow.launch.base import WorkerContext
 from stageflow.launch.board import StatusBoard, stop_interrupt
 from stageflow.launch.channel import Channel, Closed
-from stageflow.launch.failure import Report
+from stageflow.launch.failure import Failure
 from stageflow.launch.guard import unpacking
 from stageflow.launch.servant import BUILD, Servant
-from stageflow.launch.travel import pack, pack_report, unpack
+from stageflow.launch.travel import pack, pack_failure, unpack
 from stageflow.transport.base import Endpoint, Interrupt
 
 FIXED_FDS = 6
@@ -84,7 +84,7 @@ def _serve(channel: Channel, context: WorkerContext, fds: Sequence[int]) -> None
             with unpacking():
                 common, (args, kwargs) = unpack(parts[0]), unpack(parts[1])
         except BaseException as error:
-            answer = None, Report.of(context.rank, error, "unpacking what it was sent")
+            answer = None, Failure.of(context.rank, error, "unpacking what it was sent")
         else:
             answer = servant.run(name[1:], (*common, *args), kwargs)
         _answer(channel, context, name, *answer)
@@ -103,13 +103,13 @@ def _make_servant(context: WorkerContext, fds: Sequence[int], factory: bytes, op
     return Servant(context, make)
 
 
-def _answer(channel: Channel, context: WorkerContext, name: str, result: Any, report: Report | None) -> None:
-    if report is None:
+def _answer(channel: Channel, context: WorkerContext, name: str, result: Any, failure: Failure | None) -> None:
+    if failure is None:
         try:
             payload = pack(result, f"the result of {name[1:] or BUILD} on worker {context.rank}")
         except Exception as error:
-            report = Report.of(context.rank, error, name[1:])
+            failure = Failure.of(context.rank, error, name[1:])
         else:
             channel.send(b"result", payload)
             return
-    channel.send(b"failed", pack_report(report))
+    channel.send(b"failed", pack_failure(failure))

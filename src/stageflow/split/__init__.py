@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from stageflow.errors import InputError, SplitError
+from stageflow.graph import StageSpec
 from stageflow.split import blocks, export, sequence
 from stageflow.split.deferred import DeferredModel, as_model
 from stageflow.split.hooks import carry_hooks
 from stageflow.split.request import BALANCES, Balance, Request
-from stageflow.split.spec import InputsUsed, LayerInfo, Split, StageSpec
+from stageflow.split.spec import InputsUsed, LayerInfo, Split
 
 __all__ = ["InputsUsed", "LayerInfo", "Split", "StageSpec", "split_model"]
 

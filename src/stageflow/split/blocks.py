@@ -15,7 +15,7 @@ from stageflow.split.hooks import refuse_backward_hooks
 from stageflow.split.measure import undisturbed
 from stageflow.split.replay.assembly import Assembly, copy_model
 from stageflow.split.replay.costs import count_parameters, measure
-from stageflow.split.replay.events import Event
+from stageflow.split.replay.events import TraceEvent
 from stageflow.split.replay.interception import is_compiled
 from stageflow.split.replay.needs import Flow
 from stageflow.split.replay.opening import Opening, record_calls
@@ -116,13 +116,13 @@ def _possible(trace: Trace) -> int:
     return sum(event.is_atom and event.number not in forbidden for event in trace.events)
 
 
-def _pieces(trace: Trace, stages: int) -> list[Event]:
+def _pieces(trace: Trace, stages: int) -> list[TraceEvent]:
     """The events before which a cut may be: calls of atoms; if these are too few, also the uses of bare parameters."""
     enough = _possible(trace) >= stages
     return [event for event in trace.events if event.is_atom or (not enough and event.parameter is not None)]
 
 
-def _choose(request: Request, flow: Flow, pieces: list[Event], costs: list[float]) -> list[int]:
+def _choose(request: Request, flow: Flow, pieces: list[TraceEvent], costs: list[float]) -> list[int]:
     forbidden = flow.forbidden()
     allowed = {k for k, piece in enumerate(pieces) if k and piece.number not in forbidden}
     try:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageflow.errors import SplitError
-from stageflow.graph import Bundle, StageResult
+from stageflow.graph import Bundle, StageResult, StageSpec
 from stageflow.split.capture import Source
 from stageflow.split.contract import InputContract
 from stageflow.split.deferred import DeferredModel
-from stageflow.split.spec import StageSpec
 from stageflow.split.state import tensor_named
 
 _DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")  # as torch.fx writes a device into source text

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from stageflow.graph import StageGraph
+from stageflow.graph import StageGraph, StageSpec
 from stageflow.split.capture import Capture, Source
 from stageflow.split.graph_program import GraphSpec, Named, StageCode, draw
 from stageflow.split.request import Request
-from stageflow.split.spec import InputsUsed, Split, StageSpec
+from stageflow.split.spec import InputsUsed, Split
 from stageflow.split.state import Census, assign_owners, named_state
 
 Mode = tuple[Capture, list[int]]

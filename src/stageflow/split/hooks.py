@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stageflow.errors import SplitError
-from stageflow.graph import StageProgram
-from stageflow.split.spec import Split, StageSpec
+from stageflow.graph import StageProgram, StageSpec
+from stageflow.split.spec import Split
 
 
 @dataclass(frozen=True)

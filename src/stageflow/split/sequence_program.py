@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageflow.graph import Bundle, StageResult
+from stageflow.graph import Bundle, StageResult, StageSpec
 from stageflow.split.deferred import DeferredModel
-from stageflow.split.spec import StageSpec
 from stageflow.split.state import named_state, tensor_named
 from stageflow.split.travel import needs_packing, pack, unpack
 from stageflow.transport.structure import flatten, unflatten

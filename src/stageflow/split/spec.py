@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stageflow.errors import SplitError
-from stageflow.graph import StageGraph, StageProgram
+from stageflow.graph import StageGraph, StageSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from stageflow.split.state import TensorInfo
-
-
-class StageSpec(ABC):
-    """What a worker needs to build one stage; travels there by cloudpickle.
-
-    It holds the weights of its own stage only, or the means to make them (a function, a file). `build` gives the
-    spec's modules away and may be called once: a spec that did not travel shares its tensors with the user's model.
-
-    index: the stage's number in the graph.
-    """
-
-    index: int
-
-    @abstractmethod
-    def build(self, device: torch.device) -> StageProgram:
-        """Make the stage's program with its parameters and buffers on ``device``."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The face: a model trained in stages as if on one device.
 
-    pipeline    what the user holds
-    arguments   looks at what the user gave; reduction, how micro-batch losses make the batch's
-    life        starts the workers when they are first needed, and ends them once
-    blueprint   the split, the schedule for each number of micro-batches, each worker's plan
-    start       the launcher and transport asked for; wiring, which transport joins the workers
-    crew        all workers of a pipeline, commanded by a driver; ranks, the same under torchrun, where there is none
-    state       a model's state from and to stages
-    report      what can be seen of a pipeline and its last step
+pipeline    what the user holds
+arguments   looks at what the user gave; reduction, how micro-batch losses make the batch's
+life        starts the workers when they are first needed, and ends them once
+blueprint   the split, the schedule for each number of micro-batches, each worker's setup
+start       the launcher and transport asked for; wiring, which transport joins the workers
+crew        all workers of a pipeline, commanded by a driver; ranks, the same under torchrun, where there is none
+state       a model's state from and to stages
+report      what can be seen of a pipeline and its last step
 """

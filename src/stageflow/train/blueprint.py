@@ -1,4 +1,4 @@
-"""What a pipeline is made of: the split, the schedule for each number of micro-batches, each worker's plan."""
+"""What a pipeline is made of: the split, the schedule for each number of micro-batches, each worker's setup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
 from stageflow.runtime.batch import TARGET
-from stageflow.runtime.worker import WorkerPlan
+from stageflow.runtime.command import WorkerSetup
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.split import Split
 from stageflow.transport.structure import flatten
@@ -116,13 +116,13 @@ class Blueprint:
     def _graph(self) -> StageGraph:
         return StageGraph.chain(self.stages) if self._split is None else self._split.graph
 
-    def worker_plans(self, **shared: Any) -> list[WorkerPlan]:
-        """One plan per worker; `shared`: what is the same in all."""
+    def worker_setups(self, **shared: Any) -> list[WorkerSetup]:
+        """One setup per worker; `shared`: what is the same in all."""
         split = self._split
         assert split is not None
         schedule = self.schedule_for(self.microbatches)
         return [
-            WorkerPlan(
+            WorkerSetup(
                 graph=split.graph,
                 placement=schedule.placement,
                 specs=tuple(split.specs[stage] for stage in schedule.stages_of(worker)),

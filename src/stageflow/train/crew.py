@@ -19,8 +19,10 @@ from stageflow.graph import Bundle
 from stageflow.launch.base import WorkerContext, WorkerGroup
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
+from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
+from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.random import Generators, Turns
-from stageflow.runtime.worker import StateKind, StepCommand, StepReport, Worker, WorkerPlan
+from stageflow.runtime.worker import Worker
 from stageflow.schedule.actions import Action, Orders
 from stageflow.transport.base import Tag
 from stageflow.transport.structure import unflatten
@@ -85,10 +87,10 @@ class Crew(ABC):
 class DriverCrew(Crew):
     """Workers that one driver commands: threads or processes of this machine."""
 
-    def __init__(self, group: WorkerGroup, plan: WorkerPlan, timeout: float, in_process: bool) -> None:
+    def __init__(self, group: WorkerGroup, setup: WorkerSetup, timeout: float, in_process: bool) -> None:
         self.n_workers = group.size
         self._group = group
-        self._plan = plan
+        self._setup = setup
         self._timeout = timeout
         # threads draw from the caller's own generators
         self._generators = Generators(torch.device("cpu")) if in_process else None
@@ -109,7 +111,7 @@ class DriverCrew(Crew):
         outputs: list[Bundle] = []
         with self._group.cast("step", per_worker, timeout=self._timeout, common=(command,)) as running:
             if command.mode == "predict":
-                source = self._plan.graph.output_stage
+                source = self._setup.graph.output_stage
                 for microbatch in range(len(command.weights)):
                     tag = Tag(command.number, "out", source, -1, microbatch)
                     bundle = endpoint.recv(tag, self._timeout * 2)
@@ -162,11 +164,13 @@ class TrainingWorker(Worker):
 
     def write_checkpoint(self, directory: str, skip: frozenset[str]) -> list[ShardEntry]:
         """Write what this worker owns into `Saving.path`; skip: names that are not saved."""
-        weights, _ = self.state("weights")
+        weights, _ = self.holdings.take("weights")
         kept = {name: tensor for name, tensor in weights.items() if name not in skip}
         entries = [write_shard(directory, "model", self.rank, self.n_workers, kept)]
         if self.optimizes:
-            entries.append(write_shard(directory, "optimizer", self.rank, self.n_workers, *self.state("optimizer")))
+            entries.append(
+                write_shard(directory, "optimizer", self.rank, self.n_workers, *self.holdings.take("optimizer"))
+            )
         return entries
 
     def read_checkpoint(
@@ -180,9 +184,9 @@ class TrainingWorker(Worker):
     ) -> None:
         """Load what the stages here hold; names: of all that was saved. resume: the optimizers' state too."""
         checkpoint = open_checkpoint(directory, verify=False, identity=identity)
-        self.load_weights(number, checkpoint.weights(self.held & names, aliases))
+        self.load_weights(number, checkpoint.weights(self.holdings.names & names, aliases))
         if resume:
-            for optimizer in self.optimizers:
+            for optimizer in self.holdings.optimizers.values():
                 tensors, plain = checkpoint.optimizer(optimizer.names, aliases)
                 optimizer.load(tensors, plain)
 
@@ -195,11 +199,11 @@ class DrivenWorker:
         self._turns = turns
         self._worker: TrainingWorker | None = None
 
-    def build(self, plan: WorkerPlan) -> None:
+    def build(self, setup: WorkerSetup) -> None:
         """Make the stages; once."""
         context = self._context
         self._worker = TrainingWorker(
-            replace(plan, device=context.device),
+            replace(setup, device=context.device),
             context.rank,
             context.endpoint(),
             context.interrupt,

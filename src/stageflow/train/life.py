@@ -22,7 +22,7 @@ class Life:
     """Not started, running, closed.
 
     launch: see `Pipeline`. example: makes the inputs to split with; None: the first batch's.
-    splitting, starting, planning: what the user chose for `split_model`, `start_crew`, `Blueprint.worker_plans`.
+    splitting, starting, setting_up: what the user chose for `split_model`, `start_crew`, `Blueprint.worker_setups`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Life:
         *,
         splitting: Mapping[str, Any],
         starting: Mapping[str, Any],
-        planning: Mapping[str, Any],
+        setting_up: Mapping[str, Any],
     ) -> None:
         self._model = model
         self._launch: Launch = launch
@@ -42,7 +42,7 @@ class Life:
         self._example = example
         self._splitting = splitting
         self._starting = starting
-        self._planning = planning
+        self._setting_up = setting_up
         self._crew: Crew | None = None
         self._ended: str | None = None
         self._number = 0
@@ -110,7 +110,7 @@ class Life:
         if self._launch == "torchrun":
             return self._join_ranks(split)
         blueprint.split = split()
-        return start_crew(self._launch == "threads", blueprint.worker_plans(**self._planning), **self._starting)
+        return start_crew(self._launch == "threads", blueprint.worker_setups(**self._setting_up), **self._starting)
 
     def _join_ranks(self, split: Callable[[], Split]) -> Crew:
         from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
@@ -121,7 +121,7 @@ class Life:
         ranks = Ranks(schedule.n_workers, self._starting["devices"], self._starting["timeout"], facts)
         try:
             blueprint.split = ranks.share_split(split, blueprint.placement)
-            return RankCrew(ranks, blueprint.worker_plans(**self._planning))
+            return RankCrew(ranks, blueprint.worker_setups(**self._setting_up))
         except BaseException:
             ranks.close()
             raise

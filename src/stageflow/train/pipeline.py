@@ -13,10 +13,11 @@ from torch import Tensor
 from stageflow.checkpoint import Progress, open_checkpoint
 from stageflow.errors import InputError
 from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
+from stageflow.runtime.command import StepCommand
+from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.loss import LossFunction, takes_target
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
 from stageflow.runtime.stage import Recompute, StageOptions
-from stageflow.runtime.worker import StateKind, StepCommand
 from stageflow.schedule import Schedule
 from stageflow.split import Split
 from stageflow.train.arguments import (
@@ -148,7 +149,7 @@ class Pipeline:
             None if example is None else self._cut_example,
             splitting={"split": split, "balance": balance, "boundaries": boundaries},
             starting={"devices": device, "threads": threads, "timeout": timeout},
-            planning={
+            setting_up={
                 "options": StageOptions(loss, check_recompute(recompute), check_finite, autocast),
                 "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
                 "seed": seed,
@@ -237,7 +238,7 @@ class Pipeline:
             self._life.start(batch.microbatch(0))
         command = StepCommand(
             number=self._life.next_number(),
-            key=self.steps,
+            step=self.steps,
             mode=mode,
             weights=weights,
             schedule=f"{'train' if mode == 'train' else 'forward'}-{len(sizes)}",

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from stageflow.checkpoint import Progress, Saving, write_config
 from stageflow.errors import LaunchError, SplitError
-from stageflow.graph import Bundle, StageProgram
+from stageflow.graph import Bundle, StageProgram, StageSpec
 from stageflow.launch.torchrun import TorchrunGroup, join_torchrun
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
+from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
+from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.random import Generators
-from stageflow.runtime.worker import StateKind, StepCommand, StepReport, WorkerPlan
 from stageflow.schedule.actions import Orders
 from stageflow.split import Split
-from stageflow.split.spec import StageSpec
 from stageflow.train.crew import Crew, StepResult, TrainingWorker, Wanted
 from stageflow.transport.base import Tag
 from stageflow.transport.structure import flatten, unflatten
@@ -119,17 +119,17 @@ class Ranks:
 class RankCrew(Crew):
     """This rank's worker, and the others' through it."""
 
-    def __init__(self, ranks: Ranks, plans: Sequence[WorkerPlan]) -> None:
+    def __init__(self, ranks: Ranks, setups: Sequence[WorkerSetup]) -> None:
         context = ranks.group.context
         self.n_workers = ranks.group.size
         self._ranks = ranks
         self._rank = context.rank
-        self._output_worker = plans[0].placement[plans[0].graph.output_stage]
+        self._output_worker = setups[0].placement[setups[0].graph.output_stage]
         self._device = torch.device(context.device)
         self._generators = Generators(self._device)
-        plan = replace(plans[self._rank], device=context.device)
+        setup = replace(setups[self._rank], device=context.device)
         self._worker = ranks.run(
-            lambda: TrainingWorker(plan, context.rank, context.endpoint(), context.interrupt, context.board)
+            lambda: TrainingWorker(setup, context.rank, context.endpoint(), context.interrupt, context.board)
         )
 
     def step(self, command: StepCommand, orders: Orders | None, batch: Batch, wanted: Wanted) -> StepResult:
@@ -155,7 +155,7 @@ class RankCrew(Crew):
 
     def state(self, number: int, kind: StateKind) -> tuple[dict[str, Tensor], list[Any]]:
         def work() -> tuple[dict[str, Tensor], list[Any]]:
-            tensors, rest = self._worker.state(kind)
+            tensors, rest = self._worker.holdings.take(kind)
             everyone = self._ranks.exchange(({name: tensor.cpu() for name, tensor in tensors.items()}, rest))
             # copies: what the caller does with them must not change this rank's own stages
             merged = {name: tensor.clone() for own, _ in everyone for name, tensor in own.items()}

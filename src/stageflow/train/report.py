@@ -11,7 +11,7 @@ from stageflow.observe.chrome import write_chrome_trace
 from stageflow.observe.events import COMPUTE_KINDS, Event
 from stageflow.observe.metrics import Summary, summarize
 from stageflow.observe.timeline import render_html, render_text
-from stageflow.runtime.worker import StepReport
+from stageflow.runtime.command import StepReport
 from stageflow.schedule import Costs, Schedule, Simulation
 from stageflow.split import Split
 

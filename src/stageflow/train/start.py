@@ -10,14 +10,14 @@ from functools import partial
 from typing import Literal, get_args
 
 from stageflow.errors import InputError
-from stageflow.graph import StageBuilder
+from stageflow.graph import StageSpec
 from stageflow.launch.base import WorkerGroup
 from stageflow.launch.devices import choose_devices
 from stageflow.launch.processes import start_processes
 from stageflow.launch.threads import start_threads
 from stageflow.launch.travel import pack, unpack
+from stageflow.runtime.command import WorkerSetup
 from stageflow.runtime.random import Turns
-from stageflow.runtime.worker import WorkerPlan
 from stageflow.train.crew import Crew, DrivenWorker, DriverCrew
 from stageflow.train.wiring import ProcessWiring, ThreadWiring
 
@@ -35,22 +35,22 @@ def choose_launch(launch: Launch | None) -> Launch:
 
 
 def start_crew(
-    in_process: bool, plans: Sequence[WorkerPlan], *, devices: str | Sequence[str], threads: int, timeout: float
+    in_process: bool, setups: Sequence[WorkerSetup], *, devices: str | Sequence[str], threads: int, timeout: float
 ) -> Crew:
-    """Start one worker per plan, as threads or as processes. Raises LaunchError."""
-    size = len(plans)
+    """Start one worker per setup, as threads or as processes. Raises LaunchError."""
+    size = len(setups)
     names = choose_devices(size, devices)
     wiring = ThreadWiring(size + 1) if in_process else ProcessWiring(size + 1)
     try:
         if in_process:
             # threads share the user's memory, and a stage must not train the user's own tensors
-            plans = [replace(plan, specs=tuple(map(_copy, plan.specs))) for plan in plans]
+            setups = [replace(setup, specs=tuple(map(_copy, setup.specs))) for setup in setups]
             make = partial(DrivenWorker, turns=Turns())
             group: WorkerGroup = start_threads(make, size, wiring=wiring, devices=names, timeout=timeout)
         else:
             # forked with what they will surely import, rather than each importing it again
             preload = [DrivenWorker.__module__, *(name for name in ("transformers",) if name in sys.modules)]
-            if plans[0].optimizer.optimizer is not None:
+            if setups[0].optimizer.optimizer is not None:
                 preload.append("torch._dynamo")  # torch imports it, for seconds, when the first optimizer is made
             group = start_processes(
                 DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout, preload=preload
@@ -58,12 +58,12 @@ def start_crew(
     finally:
         wiring.close()
     try:
-        group.call("build", [((plan,), {}) for plan in plans], timeout=timeout)
+        group.call("build", [((setup,), {}) for setup in setups], timeout=timeout)
     except BaseException:
         group.close()
         raise
-    return DriverCrew(group, plans[0], timeout, in_process)
+    return DriverCrew(group, setups[0], timeout, in_process)
 
 
-def _copy(spec: StageBuilder) -> StageBuilder:
+def _copy(spec: StageSpec) -> StageSpec:
     return unpack(pack(spec, f"stage {spec.index}"))  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ import pytest
 
 from stageflow.errors import Aborted, TransferTimeout, TransportError
 from stageflow.launch.base import WorkerStatus
-from stageflow.launch.failure import Report, kind_of, split_action, stage_failed, worker_died, worker_hung
+from stageflow.launch.failure import Failure, kind_of, split_action, stage_failed, worker_died, worker_hung
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_who_would_not_stop_is_said():
     try:
         raise ValueError("first line\nsecond line")
     except ValueError as caught:
-        report = Report.of(0, caught, "step")
+        report = Failure.of(0, caught, "step")
     text = str(stage_failed(report, closed=True, stuck=(1, 2)))
     assert re.match(r"worker 0 raised ValueError: first line during step; worker 1, 2 did not stop", text)

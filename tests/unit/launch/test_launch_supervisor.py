@@ -8,11 +8,11 @@ from stageflow.launch.supervisor import (
     Exited,
     Failed,
     Finished,
-    Interrupt,
     Kill,
     Resume,
     Snapshot,
     Started,
+    Stop,
     Supervisor,
     Tick,
 )
@@ -33,7 +33,7 @@ def test_done_when_the_last_result_is_here():
 
 def test_a_failure_interrupts_the_others_and_ends_when_all_are_idle():
     machine = running()
-    assert machine.handle(Failed(1.0, 1, 1.0, "error")) == [Snapshot(), Interrupt()]
+    assert machine.handle(Failed(1.0, 1, 1.0, "error")) == [Snapshot(), Stop()]
     assert machine.handle(Finished(1.1, 0)) == []
     assert machine.handle(Failed(1.2, 2, 1.2, "aborted")) == [Resume(), Conclude("failed", 1)]
     assert machine.phase == "idle"
@@ -42,7 +42,7 @@ def test_a_failure_interrupts_the_others_and_ends_when_all_are_idle():
 
 def test_the_only_worker_fails():
     machine = running(1)
-    assert machine.handle(Failed(1.0, 0, 1.0, "error")) == [Snapshot(), Interrupt(), Resume(), Conclude("failed", 0)]
+    assert machine.handle(Failed(1.0, 0, 1.0, "error")) == [Snapshot(), Stop(), Resume(), Conclude("failed", 0)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_death_does_not_hide_the_error_before_it():
 def test_a_broken_transfer_waits_for_the_death_of_an_idle_worker():
     machine = running(2)
     machine.handle(Finished(1.0, 1))
-    assert machine.handle(Failed(1.1, 0, 1.1, "transport")) == [Snapshot(), Interrupt()]
+    assert machine.handle(Failed(1.1, 0, 1.1, "transport")) == [Snapshot(), Stop()]
     assert machine.handle(Tick(1.2)) == []
     assert machine.handle(Exited(1.3, 1))[-1] == Conclude("died", 1, closed=True)
 
@@ -136,13 +136,13 @@ def test_a_result_is_progress():
 
 def test_nothing_coming_anywhere_is_a_hang_whoever_notices_first():
     machine = running(2)
-    assert machine.handle(Failed(1.0, 0, 1.0, "timeout")) == [Snapshot(), Interrupt()]
+    assert machine.handle(Failed(1.0, 0, 1.0, "timeout")) == [Snapshot(), Stop()]
     assert machine.handle(Failed(1.1, 1, 1.1, "aborted")) == [Dump(()), Kill(), Conclude("hung", closed=True)]
 
 
 def test_the_driver_fails_as_number_size():
     machine = running(2)
-    assert machine.handle(Failed(1.0, 2, 1.0, "error")) == [Snapshot(), Interrupt()]
+    assert machine.handle(Failed(1.0, 2, 1.0, "error")) == [Snapshot(), Stop()]
     machine.handle(Failed(1.1, 0, 1.1, "aborted"))
     assert machine.handle(Failed(1.1, 1, 1.1, "aborted")) == [Resume(), Conclude("failed", 2)]
 

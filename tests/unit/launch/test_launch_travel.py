@@ -4,8 +4,8 @@ import threading
 import pytest
 
 from stageflow.errors import LaunchError, StageFailed
-from stageflow.launch.failure import RemoteError, Report, stage_failed
-from stageflow.launch.travel import pack, pack_report, unpack, unpack_report
+from stageflow.launch.failure import Failure, RemoteError, stage_failed
+from stageflow.launch.travel import pack, pack_failure, unpack, unpack_failure
 
 
 class Holder:
@@ -83,11 +83,11 @@ def report(error, rank=2, doing="5B3"):
     try:
         raise error
     except Exception as caught:
-        return Report.of(rank, caught, doing)
+        return Failure.of(rank, caught, doing)
 
 
 def test_an_exception_travels_with_its_place_and_traceback():
-    got = unpack_report(pack_report(report(KeyError("deep"))))
+    got = unpack_failure(pack_failure(report(KeyError("deep"))))
     assert isinstance(got.error, KeyError)
     assert (got.stage, got.microbatch, got.action, got.kind) == (5, 3, "5B3", "error")
     [note] = got.error.__notes__
@@ -108,7 +108,7 @@ class Locked(Exception):
 
 @pytest.mark.parametrize("error", [Stubborn(1, 2), Locked()])
 def test_an_exception_that_cannot_travel_is_replaced_and_still_named(error):
-    got = unpack_report(pack_report(report(error)))
+    got = unpack_failure(pack_failure(report(error)))
     assert isinstance(got.error, RemoteError)
     assert str(got.error) == f"{type(error).__name__}: {error}"
     failed = stage_failed(got, closed=False)

@@ -18,6 +18,6 @@ no handling of their own, because it is the same Python that runs.
 
 At split time:  `opening` (how far the model is taken apart) -> `trace` (one recorded run: `events`, `surroundings`,
                 `reach`) -> `needs` (which stage needs what) -> `costs` -> `assembly` (a Split)
-On a worker:    `stage` (the spec that travels, `travel`; a `plan` for each stage) -> `program` -> `run` and `record`
+On a worker:    `stage` (the spec that travels, `travel`; a `part` for each stage) -> `program` -> `run` and `record`
 In both:        `ghost` (tensors without values), `log` (what events gave), `interception` (seeing the events)
 """

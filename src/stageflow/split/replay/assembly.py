@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from stageflow.errors import SplitError
 from stageflow.graph import StageGraph
-from stageflow.split.replay.events import Event
+from stageflow.split.replay.events import TraceEvent
 from stageflow.split.replay.ghost import Ghost
 from stageflow.split.replay.interception import tensors_in
 from stageflow.split.replay.needs import Flow, Needs
-from stageflow.split.replay.plan import Plan
+from stageflow.split.replay.part import Part
 from stageflow.split.replay.stage import ReplaySpec
 from stageflow.split.request import Request
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
@@ -49,7 +49,7 @@ class Assembly:
     census: Census
     flow: Flow
     needs: Needs
-    pieces: list[Event]
+    pieces: list[TraceEvent]
     costs: list[float]
     unit: str
     cached: bool
@@ -67,7 +67,7 @@ class Assembly:
             way="blocks",
             reason=self._reason(),
             specs=[
-                self._spec(self._plan(stage, stage_of, cautious[stage], within), holders[stage])
+                self._spec(self._part(stage, stage_of, cautious[stage], within), holders[stage])
                 for stage in range(stages)
             ],
             owners=owners,
@@ -87,9 +87,9 @@ class Assembly:
         reason = f"{type(self.request.model).__name__} in {len(self.pieces)} pieces, balanced by {by}"
         return reason + ("; its key-value cache is switched off" if self.cached else "")
 
-    def _plan(self, stage: int, stage_of: dict[tuple[str, int], int], cautious: bool, within: frozenset[int]) -> Plan:
+    def _part(self, stage: int, stage_of: dict[tuple[str, int], int], cautious: bool, within: frozenset[int]) -> Part:
         trace, needs = self.flow.trace, self.needs
-        return Plan(
+        return Part(
             index=stage,
             n_stages=self.request.stages,
             stage_of=stage_of,
@@ -106,7 +106,7 @@ class Assembly:
             within_checkpoints=within,
         )
 
-    def _spec(self, plan: Plan, held: set[str]) -> ReplaySpec:
+    def _spec(self, part: Part, held: set[str]) -> ReplaySpec:
         model = self.request.deferred
         if model is None:
             ghosts: dict[int, Tensor] = {}
@@ -115,7 +115,7 @@ class Assembly:
                 if first not in held:
                     ghosts[id(tensor)] = Ghost.of(f"s:{first}", tensor, tensor.device)
             model = copy_model(self.request.model, ghosts)
-        return ReplaySpec(plan.index, plan, model, frozenset(held), dict(self.census.aliases), self.cached)
+        return ReplaySpec(part.index, part, model, frozenset(held), dict(self.census.aliases), self.cached)
 
     def _end(self, stage: int) -> int | None:
         """The event at which a stage ends, where that is no call of an atom."""

@@ -8,11 +8,11 @@ from torch import nn
 
 from stageflow.split.follow import with_values
 from stageflow.split.measure import ROUNDS, SLOW_ROUND, smooth, timed
-from stageflow.split.replay.events import Event
+from stageflow.split.replay.events import TraceEvent
 from stageflow.split.replay.interception import tensors_in
 
 
-def measure(model: nn.Module, pieces: list[Event], hollow: bool) -> list[float] | None:
+def measure(model: nn.Module, pieces: list[TraceEvent], hollow: bool) -> list[float] | None:
     """Seconds of forward and backward of each piece, or None if they can't be had: a piece is no call of a module, or
     does not run by itself.
 
@@ -34,12 +34,12 @@ def measure(model: nn.Module, pieces: list[Event], hollow: bool) -> list[float] 
     return smooth(samples, kinds)
 
 
-def count_parameters(model: nn.Module, pieces: list[Event]) -> list[float]:
+def count_parameters(model: nn.Module, pieces: list[TraceEvent]) -> list[float]:
     """Parameters of each piece; at least one, so that many pieces without any are still shared out evenly."""
     return [float(max(1, _size(model, piece))) for piece in pieces]
 
 
-def _seconds(model: nn.Module, piece: Event, hollow: bool, first: bool) -> float:
+def _seconds(model: nn.Module, piece: TraceEvent, hollow: bool, first: bool) -> float:
     module = model.get_submodule(piece.name)
     if hollow:
         module = with_values(module)
@@ -47,13 +47,13 @@ def _seconds(model: nn.Module, piece: Event, hollow: bool, first: bool) -> float
     return seconds
 
 
-def _size(model: nn.Module, piece: Event) -> int:
+def _size(model: nn.Module, piece: TraceEvent) -> int:
     if piece.is_atom:
         return sum(p.numel() for p in model.get_submodule(piece.name).parameters())
     return sum(value.tensor.numel() for value in piece.uses if value.key.startswith("s:"))
 
 
-def _kind(model: nn.Module, piece: Event) -> object:
+def _kind(model: nn.Module, piece: TraceEvent) -> object:
     """Pieces of one kind should take equally long."""
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in(piece.example))
     return repr(model.get_submodule(piece.name)), shapes

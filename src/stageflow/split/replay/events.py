@@ -28,7 +28,7 @@ class Value:
 
 
 @dataclass(eq=False)
-class Event:
+class TraceEvent:
     """A call of an atom, or of a torch function between atoms.
 
     number: in the timeline. name: of the function; of an atom, its path. call: how many-th call of this atom.

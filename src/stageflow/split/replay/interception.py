@@ -172,7 +172,7 @@ _RANDOM_NAMES = frozenset(
         "randint_like", "randperm", "scaled_dot_product_attention", "multi_head_attention_forward", "trunc_normal_",
         "xavier_uniform_", "native_dropout", "fractional_max_pool2d", "fractional_max_pool3d",
     }
-)
+)  # fmt: skip
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from itertools import permutations
 
 from torch import nn
 
-from stageflow.split.replay.events import Event, Value
+from stageflow.split.replay.events import TraceEvent, Value
 from stageflow.split.replay.trace import Trace
 
 
@@ -35,9 +35,9 @@ class Flow:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.maker: dict[Value, Event] = {v: event for event in trace.events for v in event.makes}
-        self.changers: dict[Value, list[Event]] = defaultdict(list)
-        self.users: dict[Value, list[Event]] = defaultdict(list)
+        self.maker: dict[Value, TraceEvent] = {v: event for event in trace.events for v in event.makes}
+        self.changers: dict[Value, list[TraceEvent]] = defaultdict(list)
+        self.users: dict[Value, list[TraceEvent]] = defaultdict(list)
         for event in trace.events:
             for value in event.uses:
                 self.users[value].append(event)

@@ -70,9 +70,7 @@ def record_calls(
     recorder, stand = _Recorder(), Stand()
     compiled = [f"{path}." for path, module in model.named_modules() if is_compiled(module)]
     undo = [
-        intercept(module, path, stand)
-        for path, module in model.named_modules()
-        if not path.startswith(tuple(compiled))
+        intercept(module, path, stand) for path, module in model.named_modules() if not path.startswith(tuple(compiled))
     ]
     stand.current = recorder
     try:

@@ -15,7 +15,7 @@ from stageflow.graph import Bundle, StageResult
 from stageflow.split.replay.ghost import Ghost, GhostTouched
 from stageflow.split.replay.interception import StageExit, Stand, intercept, tensors_in, walk_atoms
 from stageflow.split.replay.log import Log, Outcome
-from stageflow.split.replay.plan import Plan
+from stageflow.split.replay.part import Part
 from stageflow.split.replay.reach import reachable
 from stageflow.split.replay.run import Run
 from stageflow.split.state import named_state
@@ -31,10 +31,10 @@ class ReplayProgram:
     key set within.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, first_names: dict[str, str], device: torch.device) -> None:
-        self.index = plan.index
+    def __init__(self, part: Part, model: nn.Module, first_names: dict[str, str], device: torch.device) -> None:
+        self.index = part.index
         self.module = model
-        self.plan = plan
+        self.part = part
         self.device = device
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffer_places: dict[str, tuple[nn.Module, str]] = {}
@@ -50,8 +50,8 @@ class ReplayProgram:
         self._first_names = first_names
         self.stand = Stand()
         layers = []
-        here = {path for (path, _), stage in plan.stage_of.items() if stage == plan.index}
-        for path, module in walk_atoms(model, plan.opened):
+        here = {path for (path, _), stage in part.stage_of.items() if stage == part.index}
+        for path, module in walk_atoms(model, part.opened):
             intercept(module, path, self.stand)
             if path in here:
                 layers.append(module)
@@ -102,7 +102,7 @@ class ReplayProgram:
         finally:
             self.stand.current = outer
             self._restore_ghosts()
-        if self.index == self.plan.n_stages - 1:
+        if self.index == self.part.n_stages - 1:
             self._check_output(output, run)
             return StageResult({}, output)
         return StageResult(self._bundles(run))
@@ -121,16 +121,16 @@ class ReplayProgram:
 
     def keep(self, run: Run, output: Any) -> None:
         """Hold on to what is to be sent, at the end of a run and within its frames."""
-        if self.index == self.plan.n_stages - 1:
+        if self.index == self.part.n_stages - 1:
             return
         log, run.text = self._write_log(run)
         typical = self._is_typical(run.text, log)
-        for wanted in self.plan.sends.values():
+        for wanted in self.part.sends.values():
             found = {key: run.find(key) for key in wanted}
             run.kept.update((key, tensor) for key, tensor in found.items() if tensor is not None)
-        if self.plan.cautious or not typical:
+        if self.part.cautious or not typical:
             held = reachable(sys._getframe(1), ReplayProgram.forward.__code__, self.module, output)
-            common = self.plan.common if typical else frozenset()
+            common = self.part.common if typical else frozenset()
             alive = [(key, t) for key, t in (*run.arrived.items(), *run.record.values()) if id(t) in held]
             run.spare = [key for key, _ in alive if key not in common]
             run.kept.update((key, t) for key, t in alive if key not in common)
@@ -138,7 +138,7 @@ class ReplayProgram:
     def _bundles(self, run: Run) -> dict[int, Bundle]:
         bundles = {
             consumer: Bundle({key: run.kept[key] for key in wanted if key in run.kept})
-            for consumer, wanted in self.plan.sends.items()
+            for consumer, wanted in self.part.sends.items()
         }
         chain = bundles.setdefault(self.index + 1, Bundle())
         chain.meta = run.text
@@ -170,7 +170,7 @@ class ReplayProgram:
         """Whether a timeline so far took the path of the trace."""
         typical = self._typical.get(text)
         if typical is None:
-            typical = self.plan.is_typical(log)
+            typical = self.part.is_typical(log)
             if len(self._typical) >= MEMORY:
                 self._typical.clear()
             self._typical[text] = typical

@@ -49,9 +49,9 @@ class Run(Timeline):
         self._came = {int(key.partition(".")[0]) for key in received if key[0].isdigit()}
         self._count = 0  # events so far
         self._live = False
-        plan = self._plan = program.plan
-        self._index, self._stage_of = plan.index, plan.stage_of
-        self._end = sys.maxsize if plan.end is None else plan.end
+        part = self._part = program.part
+        self._index, self._stage_of = part.index, part.stage_of
+        self._end = sys.maxsize if part.end is None else part.end
         self._calls: dict[str, int] = defaultdict(int)
         self._seed = seed
         self._layer = 0  # counts what may draw random numbers
@@ -79,7 +79,7 @@ class Run(Timeline):
         number = self._count
         if self._live:
             result = self._present_function(number, name, func, args, kwargs)
-            key = random and number not in self._plan.within_checkpoints
+            key = random and number not in self._part.within_checkpoints
         else:
             result = self._past_function(number, name, random, func, args, kwargs)
             key = random
@@ -110,7 +110,7 @@ class Run(Timeline):
         if counts:
             self._layer += 1
             self._seed_due = True
-            if key and (self._live or self._plan.draws_unseen):
+            if key and (self._live or self._part.draws_unseen):
                 self._set_seed()
         if not self._live and self._count == self.past:
             self._go_live()
@@ -151,7 +151,7 @@ class Run(Timeline):
             # Dropout, for one, makes a new tensor in training, the only case that the trace saw, and none otherwise.
             if isinstance(slot, int) and f"{number}.{position}" in self._received and type(arguments[slot]) is Ghost:
                 self.arrived[f"{number}.{position}"] = arguments[slot]
-        return conjure(outcome, arguments, make, self._plan.classes)
+        return conjure(outcome, arguments, make, self._part.classes)
 
     def _ghost(self, key: str, looks: Fresh) -> Ghost:
         ghost = Ghost(key, looks.shape, looks.dtype, self.program.device, looks.requires_grad)
@@ -229,7 +229,7 @@ class Run(Timeline):
 
     def _set_seed(self) -> None:
         self._seed_due = False
-        if self._count - 1 in self._plan.within_checkpoints:
+        if self._count - 1 in self._part.within_checkpoints:
             self.program.stand.key_after(partial(self._seed, self._layer))
         else:
             self._seed(self._layer)

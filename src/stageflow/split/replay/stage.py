@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageflow.graph import StageProgram
+from stageflow.graph import StageProgram, StageSpec
 from stageflow.split.deferred import DeferredModel
 from stageflow.split.replay.ghost import Ghost
-from stageflow.split.replay.plan import Plan
+from stageflow.split.replay.part import Part
 from stageflow.split.replay.program import ReplayProgram
-from stageflow.split.spec import StageSpec
 from stageflow.split.travel import needs_packing, pack, unpack
 
 
@@ -30,7 +29,7 @@ class ReplaySpec(StageSpec):
     """
 
     index: int
-    plan: Plan
+    part: Part
     model: nn.Module | DeferredModel
     held: frozenset[str]
     first_names: dict[str, str]
@@ -55,7 +54,7 @@ class ReplaySpec(StageSpec):
         if self.without_cache:
             switch_cache_off(model)
         _move(model, device)
-        return ReplayProgram(self.plan, model, self.first_names, device)
+        return ReplayProgram(self.part, model, self.first_names, device)
 
 
 def haunt(model: nn.Module, held: AbstractSet[str], first_names: Mapping[str, str], device: torch.device) -> None:

@@ -70,6 +70,8 @@ def _out_from(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_function_forward(frame: FrameType) -> bool:
     """Whether this is the forward of an autograd.Function."""
     code = frame.f_code
-    return code.co_name == "forward" and code.co_argcount > 0 and isinstance(
-        frame.f_locals.get(code.co_varnames[0]), FunctionCtx
+    return (
+        code.co_name == "forward"
+        and code.co_argcount > 0
+        and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx)
     )

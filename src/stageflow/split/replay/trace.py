@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 
 from stageflow.errors import FrameError
-from stageflow.split.replay.events import Event, Value
+from stageflow.split.replay.events import TraceEvent, Value
 from stageflow.split.replay.ghost import METADATA, Ghost
 from stageflow.split.replay.interception import (
     Stand,
@@ -48,7 +48,7 @@ class Trace(Timeline):
         super().__init__()
         self._hollow = hollow
         self._model = model
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.escapes: dict[str, str] = {}
         self.surroundings = Surroundings(model)
         self.draws_unseen = False
@@ -60,7 +60,7 @@ class Trace(Timeline):
         self.atom_paths: list[str] = []
         self._values: dict[int, Value] = {}
         self._calls: dict[str, int] = defaultdict(int)
-        self._atom: Event | None = None
+        self._atom: TraceEvent | None = None
         self._used: set[Value] = set()
         self._compiled = {path for path, module in model.named_modules() if is_compiled(module)}
         for name, tensor, _ in named_state(model):
@@ -86,10 +86,10 @@ class Trace(Timeline):
         if iterated is not None:
             return iter(self.__torch_function__(iterated, types, (args[0], 0)))
         name, random = known(func)
-        return self._record(Event(len(self.events), name, random=random), func, args, kwargs)
+        return self._record(TraceEvent(len(self.events), name, random=random), func, args, kwargs)
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        event = Event(len(self.events), path, call=self._calls[path], example=(args, kwargs))
+        event = TraceEvent(len(self.events), path, call=self._calls[path], example=(args, kwargs))
         self._calls[path] += 1
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class Trace(Timeline):
         with torch._C.DisableTorchFunction():
             return contents(sys._getframe(4), run_trace.__code__, self._model)
 
-    def _record(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+    def _record(self, event: TraceEvent, func: Any, args: Any, kwargs: Any) -> Any:
         event.region = self.surroundings.look(at_module=event.is_atom)
         self.events.append(event)
         arguments = tensors_in((args, kwargs))
@@ -141,7 +141,7 @@ class Trace(Timeline):
         self._note_result(event, result, arguments, tainted)
         return result
 
-    def _call(self, event: Event, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, event: TraceEvent, func: Any, args: Any, kwargs: Any) -> Any:
         if self._hollow and not event.is_atom:
             args, kwargs = lend(args), lend(kwargs)
         return func(*args, **kwargs)
@@ -153,7 +153,7 @@ class Trace(Timeline):
     def _versions(self) -> dict[Value, int]:
         return {v: v.tensor._version for v in self._values.values() if not v.tensor.is_inference()}
 
-    def _note_result(self, event: Event, result: Any, arguments: list[Tensor], tainted: bool) -> None:
+    def _note_result(self, event: TraceEvent, result: Any, arguments: list[Tensor], tainted: bool) -> None:
         try:
             event.outcome, found = describe(result, arguments, self.classes)
         except FrameError as problem:
@@ -178,7 +178,7 @@ class Trace(Timeline):
     def finish(self, model: nn.Module, output: Any) -> None:
         """Note what can be seen only at the end."""
         self.surroundings.forget()
-        end = Event(len(self.events), "the model's output")
+        end = TraceEvent(len(self.events), "the model's output")
         self.output = [self._known(tensor, end) for tensor in tensors_in(output)]
         for name, tensor, _ in named_state(model):
             state = self.states.get(name)
@@ -194,7 +194,7 @@ class Trace(Timeline):
 
     # -- tensors
 
-    def _known(self, tensor: Tensor, event: Event) -> Value:
+    def _known(self, tensor: Tensor, event: TraceEvent) -> Value:
         value = self._values.get(id(tensor))
         if value is not None:
             return value
@@ -209,7 +209,7 @@ class Trace(Timeline):
             self.surroundings.seal(f"{event.name!r} uses a tensor of {maker_name} that no call of torch seems to make")
         return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
 
-    def _wrapped(self, tensor: Tensor, event: Event) -> Value:
+    def _wrapped(self, tensor: Tensor, event: TraceEvent) -> Value:
         """What a transform of torch.func made of a tensor stands for that tensor; a ghost can't be transformed."""
         while functorch.is_functorch_wrapped_tensor(tensor):
             tensor = functorch.get_unwrapped(tensor)

@@ -8,7 +8,7 @@ from stageflow.split.replay.log import Log
 
 
 @dataclass
-class Plan:
+class Part:
     """Read off the trace, and the same for every micro-batch.
 
     stage_of: (path, how many-th call) of every atom call seen in the trace -> its stage.

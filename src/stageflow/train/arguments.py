@@ -131,12 +131,22 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_recompute(recompute: Any) -> Recompute | None:
+def check_recompute(recompute: Any, stages: int) -> Recompute | None | tuple[Recompute | None, ...]:
     """Raise InputError for what is no way to recompute; True means whole stages."""
-    if isinstance(recompute, bool):
+    if isinstance(recompute, Sequence) and not isinstance(recompute, str):
+        if len(recompute) != stages:
+            raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages")
+        return tuple(_recompute_one(each) for each in recompute)
+    return _recompute_one(recompute)
+
+
+def _recompute_one(recompute: Any) -> Recompute | None:
+    if recompute is None or isinstance(recompute, bool):
         return "stage" if recompute else None
     if recompute not in get_args(Recompute):
-        raise InputError(f"recompute={recompute!r}; expected False, 'stage' (or True) or 'layer'")
+        raise InputError(
+            f"recompute={recompute!r}; expected False, 'stage' (or True), 'layer', or one of them per stage"
+        )
     return recompute  # type: ignore[no-any-return]
 
 
@@ -167,17 +177,6 @@ def model_facts(model: Model) -> dict[str, Any]:
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
     kind = type(model).__name__ if modules else getattr(model, "__qualname__", type(model).__name__)
     return {"model": kind, "parameters": len(shapes), "shapes": digest}
-
-
-def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as (args, kwargs): given as that pair, as a tuple of args, a dict of kwargs, or one value."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple):
-        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
-            return example[0], example[1]
-        return example, {}
-    return (example,), {}
 
 
 def not_importable(classes: Mapping[str, type]) -> dict[str, type]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
@@ -13,16 +13,22 @@ from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.split import Split
 from stageflow.transport.structure import flatten
 
+if TYPE_CHECKING:
+    from stageflow.plan import Plan
+
 AUTO = "auto"
+SHORT_SEARCH = 1.0  # seconds, for a batch that comes once in an epoch
 
 
 class Blueprint:
     """Decides, before and after the model is split, who runs what.
 
-    wanted: a schedule's name, a `Schedule`, or "auto".
+    wanted: a schedule's name, a `Schedule`, or "auto". plan: the one that all this is from, if any.
     """
 
-    def __init__(self, stages: int, microbatches: int, wanted: str | Schedule, workers: int | None) -> None:
+    def __init__(
+        self, stages: int, microbatches: int, wanted: str | Schedule, workers: int | None, plan: Plan | None = None
+    ) -> None:
         """Raises InputError or ScheduleError for what can't be."""
         if isinstance(wanted, Schedule):
             if wanted.n_stages != stages:
@@ -33,6 +39,7 @@ class Blueprint:
         self.microbatches = microbatches
         self._wanted = wanted
         self._workers = workers
+        self.plan = plan
         self._split: Split | None = None
         self._shown: frozenset[str] = frozenset()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
@@ -76,11 +83,28 @@ class Blueprint:
         if not isinstance(wanted, Schedule):
             return self._fastest(microbatches) if wanted == AUTO else self._build(wanted, microbatches)
         if microbatches != wanted.microbatches:
+            if self.plan is not None:
+                return self._planned(self.plan, microbatches)
             raise InputError(
                 f"the schedule {wanted.name!r} is made for {wanted.microbatches} micro-batches, this batch gives "
                 f"{microbatches}: give batches of at least {wanted.microbatches} samples, or name a schedule"
             )
         return Schedule(wanted.name, self._graph, wanted.placement, microbatches, wanted.orders)
+
+    def _planned(self, plan: Plan, microbatches: int) -> Schedule:
+        """For a batch that gives fewer micro-batches than the plan has: stages, devices and memory stay the plan's."""
+        from stageflow.plan.search import find_schedule
+
+        found = find_schedule(
+            stages=self.stages,
+            microbatches=microbatches,
+            costs=plan.costs,
+            placement=plan.placement,
+            footprint=plan.footprint,
+            memory=[device.memory for device in plan.devices],
+            seconds=SHORT_SEARCH,
+        )
+        return Schedule(plan.schedule.name, self._graph, plan.placement, microbatches, found.schedule.orders)
 
     def _fastest(self, microbatches: int) -> Schedule:
         """The schedule that takes least time by simulation, for F, I and W of equal time, in the memory of 1F1B."""

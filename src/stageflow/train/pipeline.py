@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, Optimizer
 from stageflow.runtime.stage import Recompute, StageOptions
 from stageflow.schedule import Schedule
 from stageflow.split import Split
+from stageflow.split.request import as_call
 from stageflow.train.arguments import (
     LONGEST_TIMEOUT,
     Model,
-    as_call,
     check_functions,
     check_model,
     check_options,
@@ -37,10 +37,14 @@ from stageflow.train.arguments import (
 from stageflow.train.blueprint import Blueprint
 from stageflow.train.crew import StepResult
 from stageflow.train.life import Life
+from stageflow.train.planned import check_plan, follow
 from stageflow.train.reduction import Reduction, check_reduction, loss_weights
 from stageflow.train.report import StepView, describe
 from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
+
+if TYPE_CHECKING:
+    from stageflow.plan import Plan
 
 Mode = Literal["train", "evaluate", "predict"]
 
@@ -56,7 +60,7 @@ class Pipeline:
         more than its own stages).
     stages: how many. workers: how many workers they are spread over; default as suits the schedule.
     microbatches: into how many parts a batch is cut. A batch with fewer samples gives fewer.
-    schedule: a name (see `stageflow.SCHEDULES`), a `Schedule`, or "auto".
+    schedule: a name (see `stageflow.SCHEDULES`; default "1f1b"), a `Schedule`, or "auto".
     loss: ``loss(output, target)``; None: the model's own (``output.loss``). See `reduction`.
     reduction: how micro-batch losses make the batch's: "mean" (weighted by samples), "sum", or a function that gives a
         micro-batch's weight from its target (from the model's keyword arguments where there is no target).
@@ -64,12 +68,13 @@ class Pipeline:
     lr_scheduler: makes a learning-rate scheduler for an optimizer; stepped after every update.
     parameter_groups: ``(name, parameter) -> options`` such as ``{"weight_decay": 0.0}``, by original name.
     max_grad_norm: clip gradients to this norm over all stages.
+    plan: a `Plan`, which decides stages, workers, microbatches, schedule, boundaries and recompute.
     split, balance, boundaries: see `split_model`.
     example: inputs, in a batch's size, to split with before the first batch comes: a tuple of arguments, a dict of
         keyword arguments, a pair of both, or one tensor; default the first batch.
     batch_dims: argument name -> dimension along which its tensors are cut (None: not cut); default see `train_step`.
     recompute: "stage" (or True) drops a stage's activations after its forward and computes them again in its backward;
-        "layer" does so one layer at a time; False keeps them.
+        "layer" does so one layer at a time; False keeps them; a list has one of these per stage.
     check_finite: stop at the first NaN or infinity and name its stage and micro-batch.
     launch: "processes" (of this machine), "threads" (in this process), "torchrun" (every rank runs this script);
         None: "torchrun" under torchrun, else "processes".
@@ -90,10 +95,11 @@ class Pipeline:
         model: Model,
         stages: int | Literal["auto"] = "auto",
         microbatches: int | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | None = None,
         loss: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
         *,
+        plan: Plan | None = None,
         workers: int | None = None,
         reduction: Reduction = "mean",
         lr_scheduler: SchedulerFactory | None = None,
@@ -104,7 +110,7 @@ class Pipeline:
         boundaries: Sequence[str] | None = None,
         example: Any = None,
         batch_dims: Mapping[str, int | None] | None = None,
-        recompute: bool | Recompute = False,
+        recompute: bool | Recompute | Sequence[bool | Recompute | None] | None = None,
         check_finite: bool = False,
         launch: Launch | None = None,
         device: str | Sequence[str] = "cpu",
@@ -130,9 +136,12 @@ class Pipeline:
             timeout=timeout,
         )
         timeout = min(timeout, LONGEST_TIMEOUT)
-        self.stages = count_stages(stages, schedule, device)
-        self.microbatches = count_microbatches(microbatches, self.stages, schedule)
-        self._blueprint = Blueprint(self.stages, self.microbatches, schedule, workers)
+        given = {"stages": stages, "microbatches": microbatches, "schedule": schedule, "workers": workers}
+        given |= {"boundaries": boundaries, "balance": balance, "recompute": recompute}
+        wanted = follow(check_plan(plan), given)
+        self.stages = count_stages(wanted["stages"], wanted["schedule"], device)
+        self.microbatches = count_microbatches(wanted["microbatches"], self.stages, wanted["schedule"])
+        self._blueprint = Blueprint(self.stages, self.microbatches, wanted["schedule"], wanted["workers"], plan)
         self._reduction: Reduction = reduction
         self._example = example
         self._batch_dims = dict(batch_dims or {})
@@ -147,10 +156,12 @@ class Pipeline:
             self.launch,
             self._blueprint,
             None if example is None else self._cut_example,
-            splitting={"split": split, "balance": balance, "boundaries": boundaries},
+            splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"]},
             starting={"devices": device, "threads": threads, "timeout": timeout},
             setting_up={
-                "options": StageOptions(loss, check_recompute(recompute), check_finite, autocast),
+                "options": StageOptions(
+                    loss, check_recompute(wanted["recompute"], self.stages), check_finite, autocast
+                ),
                 "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
                 "seed": seed,
                 "device": "cpu",

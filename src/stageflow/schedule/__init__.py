@@ -2,10 +2,13 @@
 
 from stageflow.schedule.actions import KINDS, Action, Kind
 from stageflow.schedule.build import SCHEDULES, build_schedule
+from stageflow.schedule.costs import Costs
 from stageflow.schedule.lower import Instruction, Recv, Send, lower
+from stageflow.schedule.memory import Footprint, peak_memory
 from stageflow.schedule.rules import depends_on
 from stageflow.schedule.schedule import Schedule
-from stageflow.schedule.simulate import Costs, Idle, Simulation, Times, simulate
+from stageflow.schedule.simulate import simulate
+from stageflow.schedule.simulation import Idle, Simulation, Times
 from stageflow.schedule.text import parse_action, parse_actions
 from stageflow.schedule.validate import Report, check_rendezvous, validate
 
@@ -14,6 +17,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Footprint",
     "Idle",
     "Instruction",
     "Kind",
@@ -29,6 +33,7 @@ __all__ = [
     "lower",
     "parse_action",
     "parse_actions",
+    "peak_memory",
     "simulate",
     "validate",
 ]

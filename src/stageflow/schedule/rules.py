@@ -33,13 +33,13 @@ def depends_on(action: Action, graph: StageGraph, whole_backward: Callable[[int,
     return (Action("F", stage, microbatch), *gradients)
 
 
+def feeds(action: Action, graph: StageGraph) -> tuple[int, ...]:
+    """The stages that need what ``action`` makes, beside its own: an F's successors, a B's or an I's predecessors."""
+    if action.kind == "W":
+        return ()
+    return graph.successors(action.stage) if action.kind == "F" else graph.predecessors(action.stage)
+
+
 def is_backward(action: Action) -> bool:
     """Whether the action hands gradients to the predecessors of its stage."""
     return action.kind in ("B", "I")
-
-
-def holds(action: Action) -> int:
-    """How the count of activations kept for a backward changes: +1 from a forward on, -1 after a B or W."""
-    if action.kind == "F":
-        return 1
-    return -1 if action.kind in ("B", "W") else 0

@@ -12,8 +12,10 @@ from stageflow.graph import StageGraph
 from stageflow.observe.timeline import render_html
 from stageflow.schedule import text as notation
 from stageflow.schedule.actions import Action, Orders
+from stageflow.schedule.costs import Costs
 from stageflow.schedule.lower import Instruction, lower
-from stageflow.schedule.simulate import Costs, Simulation, simulate
+from stageflow.schedule.simulate import simulate
+from stageflow.schedule.simulation import Simulation
 from stageflow.schedule.validate import Report, validate
 
 

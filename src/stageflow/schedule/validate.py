@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stageflow.errors import ScheduleError
 from stageflow.schedule.actions import KINDS, Action
 from stageflow.schedule.lower import Instruction, Recv, Send, lower
-from stageflow.schedule.rules import holds
+from stageflow.schedule.memory import Footprint, peak_memory
 from stageflow.schedule.text import print_actions
 
 if TYPE_CHECKING:
@@ -42,24 +42,10 @@ def validate(schedule: Schedule) -> Report:
     programs = lower(schedule)
     check_rendezvous(programs)
     return Report(
-        peak_activations=peak_activations(schedule),
+        peak_activations=tuple(map(int, peak_memory(schedule, Footprint()))),
         actions=sum(map(len, schedule.orders)),
         messages=sum(isinstance(instruction, Send) for program in programs for instruction in program),
     )
-
-
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Per worker, the most activations of one stage and one micro-batch kept at once; the orders alone decide it."""
-    if not schedule.has_backward:
-        return (0,) * schedule.n_workers
-    peaks: list[int] = []
-    for order in schedule.orders:
-        kept = peak = 0
-        for action in order:
-            kept += holds(action)
-            peak = max(peak, kept)
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def check_complete(schedule: Schedule) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from stageflow.graph import StageGraph
-from stageflow.schedule import Action, depends_on, parse_action
-from stageflow.schedule.rules import holds, is_backward
+from stageflow.schedule import KINDS, Action, depends_on, parse_action
+from stageflow.schedule.rules import feeds, is_backward
 
 DIAMOND = StageGraph(4, frozenset({(0, 1), (0, 2), (1, 3), (2, 3)}))
 
@@ -38,8 +38,16 @@ def test_split_may_differ_between_microbatches_of_a_stage() -> None:
     assert Action("I", 1, 1) in depends_on(Action("B", 0, 1), chain, lambda s, m: whole[s, m])
 
 
-def test_an_activation_is_kept_from_f_to_b_or_w() -> None:
-    assert [holds(Action(kind, 0, 0)) for kind in "FBIW"] == [1, -1, 0, -1]
+def test_feeds_is_depends_on_the_other_way_round() -> None:
+    actions = [Action(kind, stage, 0) for kind in KINDS for stage in range(4)]
+    for whole in (True, False):
+        needed_by = {
+            action: {a.stage for a in actions if action in depends_on(a, DIAMOND, lambda s, m: whole)}  # noqa: B023
+            for action in actions
+        }
+        for action in actions:
+            if action.kind in ("FB" if whole else "FIW"):
+                assert set(feeds(action, DIAMOND)) == needed_by[action] - {action.stage}
 
 
 def test_b_and_i_hand_gradients_on() -> None:

@@ -40,7 +40,8 @@ def memory_chart(plan: Plan) -> str:
         if not math.isinf(limits[device]):
             words += f" of {size_words(limits[device])}"
         rows.append(
-            f'<g><title>{escape(words)}</title><path class="memory" d="{"".join(path)}"/>{_limit(limits[device], top, base)}'
+            f'<g><title>{escape(words)}</title><path class="memory" d="{"".join(path)}"/>'
+            f"{_limit(limits[device], top, base)}"
             f'<text class="name" x="2" y="{base - ROW + 12}">device {device}</text>'
             f'<text class="held" x="2" y="{base - ROW + 28}">{size_words(plan.memory[device])}</text></g>'
         )

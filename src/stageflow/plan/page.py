@@ -81,7 +81,8 @@ def _figures(plan: Plan) -> str:
         (str(plan.microbatches), "micro-batches"),
         (plan.schedule.name, "schedule"),
     ]
-    return f'<ul class="figures">{"".join(f"<li><b>{escape(value)}</b><span>{words}</span></li>" for value, words in cells)}</ul>'
+    items = "".join(f"<li><b>{escape(value)}</b><span>{words}</span></li>" for value, words in cells)
+    return f'<ul class="figures">{items}</ul>'
 
 
 def _table(plan: Plan) -> str:

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Predicted seconds from the first action of a step to the end of its last; the optimizer's step comes on top."""
+        """Predicted seconds of a step, from its first action to the end of its last; the optimizer comes on top."""
         return self.simulation.makespan
 
     @property

@@ -55,7 +55,7 @@ def from_json(source: str | Path) -> Plan:
         )
     if read.get("version") != VERSION:
         raise InputError(
-            f"{where} is a plan of version {read.get('version')!r}; this stageflow reads version {VERSION}: make it again"
+            f"{where} is a plan of version {read.get('version')!r}; this stageflow reads {VERSION}: make it anew"
         )
     body = {name: value for name, value in read.items() if name not in ("format", "version", "digest")}
     if read.get("digest") != _digest(body):

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 def describe(plan: Plan) -> str:
     """The plan as text."""
     batch = f" of {plan.samples} samples" if plan.samples else ""
-    lines = [
+    head = (
         f"{plan.model}: {_count(len(plan.stages), 'stage')} on {_count(len(plan.devices), 'device')}, "
-        f"{_count(plan.microbatches, 'micro-batch', 'micro-batches')}{batch}, schedule {plan.schedule.name}",
+        f"{_count(plan.microbatches, 'micro-batch', 'micro-batches')}{batch}, schedule {plan.schedule.name}"
+    )
+    lines = [
+        head,
         "",
         *table(_stage_rows(plan), left=2),
         "",

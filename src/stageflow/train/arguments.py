@@ -131,7 +131,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_recompute(recompute: Any, stages: int) -> Recompute | None | tuple[Recompute | None, ...]:
+def check_recompute(recompute: Any, stages: int) -> Recompute | tuple[Recompute | None, ...] | None:
     """Raise InputError for what is no way to recompute; True means whole stages."""
     if isinstance(recompute, Sequence) and not isinstance(recompute, str):
         if len(recompute) != stages:
@@ -144,9 +144,7 @@ def _recompute_one(recompute: Any) -> Recompute | None:
     if recompute is None or isinstance(recompute, bool):
         return "stage" if recompute else None
     if recompute not in get_args(Recompute):
-        raise InputError(
-            f"recompute={recompute!r}; expected False, 'stage' (or True), 'layer', or one of them per stage"
-        )
+        raise InputError(f"recompute={recompute!r}; expected False, 'stage' (or True), 'layer', or a list of these")
     return recompute  # type: ignore[no-any-return]
 
 

@@ -40,7 +40,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a flat batch is put together again; plain and the same for all micro-batches.
 
     slots: per input (argument position, keyword or TARGET) its structure as `flatten` gives it.
@@ -56,7 +56,7 @@ class Layout:
         return {"slots": self.slots, "cut": self.cut, "sizes": list(self.sizes)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Layout:
+    def from_plain(cls, plain: Mapping[str, Any]) -> BatchLayout:
         return cls(plain["slots"], plain["cut"], tuple(plain["sizes"]))
 
 
@@ -65,7 +65,7 @@ class Batch:
     """A whole batch, flat: tensors by name (``"0/..."`` positional, ``"=mask/..."`` keyword, ``"target/..."``)."""
 
     tensors: dict[str, Tensor]
-    layout: Layout
+    layout: BatchLayout
     classes: dict[str, type]
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Batch:
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             else:
                 tensors[name] = bundle.tensors[name].to(device, non_blocking=True)
-        return cls(tensors, Layout.from_plain(bundle.meta["layout"]), classes)
+        return cls(tensors, BatchLayout.from_plain(bundle.meta["layout"]), classes)
 
 
 def _cut(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
@@ -200,7 +200,7 @@ def cut_batch(
             cut[leaf] = dim
     _check_target(tensors, cut, size, target is not None, explicit=TARGET in batch_dims)
     sizes = (1,) if size is None else split_sizes(size, microbatches)
-    return Batch(tensors, Layout(slots, cut, sizes), classes)
+    return Batch(tensors, BatchLayout(slots, cut, sizes), classes)
 
 
 def _batch_size(

@@ -41,14 +41,9 @@ class StageOptimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: OptimizerOptions) -> None:
         """parameters: by original name, at least one."""
         assert options.optimizer is not None
-        groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
-        for name, parameter in parameters.items():
-            chosen = options.parameter_groups(name, parameter) if options.parameter_groups else {}
-            groups.setdefault(tuple(sorted(chosen.items())), []).append(name)
-        self.names = [name for names in groups.values() for name in names]
-        arguments: Any = [
-            {"params": [parameters[name] for name in names], **dict(chosen)} for chosen, names in groups.items()
-        ]
+        groups = _grouped(parameters, options.parameter_groups)
+        self.names = [name for names, _ in groups for name in names]
+        arguments: Any = [{"params": [parameters[name] for name in names], **chosen} for names, chosen in groups]
         if options.parameter_groups is None:
             arguments = list(parameters.values())
         self.optimizer = options.optimizer(arguments)
@@ -110,6 +105,34 @@ class StageOptimizer:
             saved = [plain["schedulers"].get(self.names[group["params"][0]]) for group in raw["param_groups"]]
             if all(saved):
                 self.scheduler.load_state_dict(join(saved))
+
+
+def _grouped(
+    parameters: Mapping[str, nn.Parameter], options: GroupOptions | None
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Names of the parameters that have the same options, with those options; in the order of the first of each."""
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    for name, parameter in parameters.items():
+        given = options(name, parameter) if options else {}
+        if not isinstance(given, Mapping):
+            raise InputError(
+                f"parameter_groups gave {given!r} for {name!r}; expected its options, such as {{'weight_decay': 0.0}}, "
+                "or {} for none of its own"
+            )
+        names = next((names for names, chosen in groups if _equal(chosen, given)), None)
+        if names is None:
+            groups.append(([name], dict(given)))
+        else:
+            names.append(name)
+    return groups
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two parameters' options are the same; tensors, such as a learning rate to be captured, are themselves."""
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[key], other[key]) for key in one]
+    return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
 
 
 def _plain_scheduler(scheduler: LRScheduler) -> dict[str, Any]:

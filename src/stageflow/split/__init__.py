@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from stageflow.graph import StageSpec
 from stageflow.split import blocks, export, sequence
 from stageflow.split.deferred import DeferredModel, as_model
 from stageflow.split.hooks import carry_hooks
-from stageflow.split.request import BALANCES, Balance, Request
+from stageflow.split.request import BALANCES, Balance, Request, as_call
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
 
 __all__ = ["InputsUsed", "LayerInfo", "Split", "StageSpec", "split_model"]
@@ -97,7 +97,7 @@ def _request(
         whole = as_model(model)
         _check_devices(whole)
     cuts = None if boundaries is None else tuple(boundaries)
-    return Request(whole, _as_call(example), stages, balance, cuts, deferred)
+    return Request(whole, None if example is None else as_call(example), stages, balance, cuts, deferred)
 
 
 def _check_devices(model: nn.Module) -> None:
@@ -113,20 +113,3 @@ def _check_devices(model: nn.Module) -> None:
     if len(first) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in first.items())
         raise SplitError(f"the model is spread over several devices ({places}): move it to one, .to('cpu') will do")
-
-
-def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if example is None:
-        return None
-    if isinstance(example, Mapping):
-        return (), dict(cast(Mapping[str, Any], example))
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if not isinstance(example, (tuple, list)):
-        raise InputError(
-            f"example must be a tuple of arguments, a dict of keyword arguments or a pair of both, got "
-            f"{type(example).__name__}"
-        )
-    if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], Mapping):
-        return example[0], dict(example[1])
-    return tuple(example), {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
-from stageflow.errors import SplitError
+from stageflow.errors import InputError, SplitError
 from stageflow.split.balance import chain_min_max, most_stages
 
 if TYPE_CHECKING:
@@ -27,6 +27,26 @@ class ListedModules(nn.Sequential):
         for module in rest:
             value = module(value)
         return value
+
+
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as (args, kwargs).
+
+    example: that pair; a tuple or list of positional arguments; a mapping of keyword arguments; or one tensor.
+    Raises InputError for anything else.
+    """
+    if isinstance(example, Mapping):
+        return (), dict(cast(Mapping[str, Any], example))
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if not isinstance(example, (tuple, list)):
+        raise InputError(
+            "example must be a tuple of arguments, a dict of keyword arguments, a pair of both or one tensor, got "
+            f"{type(example).__name__}"
+        )
+    if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], Mapping):
+        return example[0], dict(example[1])
+    return tuple(example), {}
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Pipeline:
         self.microbatches = count_microbatches(wanted["microbatches"], self.stages, wanted["schedule"])
         self._blueprint = Blueprint(self.stages, self.microbatches, wanted["schedule"], wanted["workers"], plan)
         self._reduction: Reduction = reduction
-        self._example = example
+        self._example = None if example is None else as_call(example)
         self._batch_dims = dict(batch_dims or {})
         self._positional = positional_names(model)
         # a model with an argument of that name gets it, unless the loss function can't do without
@@ -286,7 +286,8 @@ class Pipeline:
 
     def _cut_example(self) -> MicroBatch:
         """The first micro-batch of the example."""
-        args, kwargs = as_call(self._example)
+        assert self._example is not None
+        args, kwargs = self._example
         known = {*kwargs, *self._positional[: len(args)], *map(str, range(len(args)))}
         dims = {name: dim for name, dim in self._batch_dims.items() if name in known}
         return cut_batch(args, kwargs, None, self.microbatches, dims, self._positional).microbatch(0)

@@ -256,3 +256,9 @@ def test_what_can_not_be_copied_is_named():
         pytest.raises(LaunchError, match=r"stage 0\.weights\.modules\[0\]"),
     ):
         pipe.train_step(X, target=Y)
+
+
+@pytest.mark.parametrize("example", [5, "x", object()], ids=lambda value: type(value).__name__)
+def test_an_example_that_is_none_is_refused_at_once(example):
+    with pytest.raises(InputError, match="example must be a tuple of arguments"):
+        make(example=example)

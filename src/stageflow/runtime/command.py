@@ -47,7 +47,7 @@ class StepCommand:
     number: of the call, in its messages. step: of the training, for random draws.
     mode: "train", "evaluate" (loss), "predict" (output).
     actions: this worker's order; None: the one it was given before under `schedule`.
-    fresh: drop gradients of earlier steps. update: let the optimizers step.
+    fresh: drop gradients of earlier steps. update: let the optimizers step. memory: report what the worker holds after.
     classes: of the batch, those that can't be imported.
     """
 
@@ -59,6 +59,7 @@ class StepCommand:
     actions: tuple[Action, ...] | None
     fresh: bool = True
     update: bool = True
+    memory: bool = False
     classes: Mapping[str, type] = field(default_factory=dict)
 
 
@@ -68,6 +69,7 @@ class StepReport:
 
     loss: of the whole batch, from the worker of the output stage. grad_norm: before clipping, over all stages.
     peak_in_flight: most micro-batches kept at once, over the worker's stages.
+    memory: what the worker holds, see `Holdings.memory`; where the command asked for it.
     outputs: flat outputs when predicting without an endpoint; classes: of outputs, for `unflatten`.
     """
 
@@ -75,5 +77,6 @@ class StepReport:
     grad_norm: float | None = None
     peak_in_flight: int = 0
     learning_rates: list[float] = field(default_factory=list)
+    memory: dict[str, int] | None = None
     outputs: dict[int, tuple[dict[str, Tensor], Any]] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)

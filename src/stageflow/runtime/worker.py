@@ -144,6 +144,8 @@ class Worker:
             self._check_gradients()
         if command.update and setup.optimizer.optimizer is not None:
             self._update(command.number, report)
+        if command.memory:
+            report.memory = self._holdings.memory()
         return report
 
     def _check_gradients(self) -> None:

@@ -39,7 +39,7 @@ from stageflow.train.crew import StepResult
 from stageflow.train.life import Life
 from stageflow.train.planned import check_plan, follow
 from stageflow.train.reduction import Reduction, check_reduction, loss_weights
-from stageflow.train.report import StepView, describe
+from stageflow.train.report import Description, StepView
 from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
 
@@ -151,6 +151,8 @@ class Pipeline:
         self._seed = seed
         self._dtype = dtype
         self._optimizes = optimizer is not None
+        recomputing = check_recompute(wanted["recompute"], self.stages)
+        self._recompute = recomputing if isinstance(recomputing, tuple) else (recomputing,) * self.stages
         self._life = Life(
             self._model,
             self.launch,
@@ -159,9 +161,7 @@ class Pipeline:
             splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"]},
             starting={"devices": device, "threads": threads, "timeout": timeout},
             setting_up={
-                "options": StageOptions(
-                    loss, check_recompute(wanted["recompute"], self.stages), check_finite, autocast
-                ),
+                "options": StageOptions(loss, recomputing, check_finite, autocast),
                 "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
                 "seed": seed,
                 "device": "cpu",
@@ -174,6 +174,7 @@ class Pipeline:
         self.steps = 0
         self._fresh = True
         self._last: StepView | None = None
+        self._memory: list[dict[str, int]] | None = None
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -256,6 +257,7 @@ class Pipeline:
             actions=None,
             fresh=self._fresh,
             update=update,
+            memory=mode == "train" and self._memory is None and (update or not self._optimizes),
             classes=not_importable(batch.classes),
         )
         return command, batch
@@ -272,6 +274,8 @@ class Pipeline:
         self._known_to_workers.add(command.schedule)
         if command.mode == "train":
             self._last = StepView(schedule, result.reports)
+        if command.memory:
+            self._memory = [report.memory for report in result.reports if report.memory is not None]
         return result
 
     def _after_failure(self, error: BaseException, command: StepCommand) -> None:
@@ -400,11 +404,22 @@ class Pipeline:
         self.last_step.write_trace(path)
 
     def describe(self) -> str:
-        """Stages, owners, parameters, schedule, expected bubble."""
-        if not self._life.closed and not self._life.started:
-            with self._life.alone("describe()"):
-                self._life.start_from_example()
-        return describe(repr(self), self.schedule, self._blueprint.split)
+        """Stages, owners, parameters, memory, schedule, expected bubble, as far as they are known.
+
+        Asks no worker and starts none, so any rank may print its pipeline by itself, also in the middle of a step.
+        """
+        happens_with = "the first batch" if self._example is None else "the example, once the workers are needed,"
+        return str(
+            Description(
+                repr(self),
+                self.schedule,
+                self._blueprint.split,
+                happens_with,
+                [way is not None for way in self._recompute],
+                self._dtype,
+                self._memory,
+            )
+        )
 
     __str__ = describe
 

@@ -140,7 +140,7 @@ class RankCrew(Crew):
         def work() -> StepResult:
             report = self._worker.step(command, here)
             outputs = self._spread_outputs(command, report)
-            plain = (report.loss, report.grad_norm, report.peak_in_flight, report.learning_rates)
+            plain = (report.loss, report.grad_norm, report.peak_in_flight, report.learning_rates, report.memory)
             return StepResult([StepReport(*values) for values in self._ranks.exchange(plain)], outputs)
 
         with self._generators.preserved():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+
+import torch
 
 from stageflow.observe.chrome import write_chrome_trace
 from stageflow.observe.events import COMPUTE_KINDS, Event
@@ -93,33 +95,74 @@ class StepView:
         )
 
 
-def expected_bubble(schedule: Schedule, forward: Sequence[float]) -> float:
-    """The bubble for stages whose F takes so long, I and W each the same again, with nothing lost in transfers."""
-    simulation = schedule.simulate(Costs(list(forward), list(forward), list(forward)))
+def expected_bubble(schedule: Schedule, forward: Sequence[float], recompute: Sequence[bool]) -> float:
+    """The bubble for stages whose F takes so long, I and W each the same again, with nothing lost in transfers.
+
+    recompute: which stages run their forward again.
+    """
+    again = [seconds if repeats else 0.0 for seconds, repeats in zip(forward, recompute, strict=True)]
+    simulation = schedule.simulate(Costs(list(forward), list(forward), list(forward), recompute=again))
     return summarize(simulation.events(), schedule.n_workers).bubble
 
 
-def describe(name: str, schedule: Schedule, split: Split | None) -> str:
-    """Stages, owners, parameters, memory, schedule and expected bubble of a pipeline, as a table."""
-    lines = [name]
-    if split is not None:
-        costs = split.costs()
-        lines.append(split.describe())
-        for worker in range(schedule.n_workers):
-            stages = schedule.stages_of(worker)
-            held = {name for stage in stages for name in (*split.parameter_names(stage), *split.mirrored_names(stage))}
-            size = sum(split.tensors[name].nbytes for name in held)
-            lines.append(f"worker {worker}: stage {', '.join(map(str, stages))}; parameters {_size(size)}")
-    else:
-        costs = [1.0] * schedule.n_stages
-        lines.append("not split yet: that happens with the first batch, or with example= inputs")
-    peaks = schedule.validate().peak_activations
-    bubble = expected_bubble(schedule, costs if sum(costs) else [1.0] * schedule.n_stages)
-    lines.append(
-        f"schedule {schedule.name}: {schedule.microbatches} micro-batches, expected bubble {bubble:.1%}, at most "
-        f"{max(peaks)} activations kept on a worker"
-    )
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Description:
+    """All that is known of a pipeline without asking its workers; ``str`` of it is a table.
+
+    split: None before the model was split; that happens with: the example or the first batch.
+    recompute: per stage. dtype: that parameters and buffers are given, None where they keep their own.
+    memory: bytes that each worker held after a step (see `Holdings.memory`); None before the first.
+    """
+
+    name: str
+    schedule: Schedule
+    split: Split | None
+    happens_with: str
+    recompute: Sequence[bool]
+    dtype: torch.dtype | None
+    memory: Sequence[Mapping[str, int]] | None
+
+    def __str__(self) -> str:
+        lines = [self.name]
+        if self.split is None:
+            lines.append(
+                f"not split yet: {self.happens_with} decides which layers, and so how many parameters and how much "
+                "work, each stage gets"
+            )
+        else:
+            lines.append(self.split.describe())
+        lines += [self._worker(worker) for worker in range(self.schedule.n_workers)]
+        return "\n".join([*lines, self._order()])
+
+    def _worker(self, worker: int) -> str:
+        stages = self.schedule.stages_of(worker)
+        text = f"worker {worker}: stage {', '.join(map(str, stages))}"
+        if self.memory is not None:
+            return f"{text}; " + ", ".join(f"{what} {_size(count)}" for what, count in self.memory[worker].items())
+        if self.split is None:
+            return text
+        held = {n for stage in stages for n in (*self.split.parameter_names(stage), *self.split.mirrored_names(stage))}
+        parameters = sum(self._bytes(name) for name in held)
+        trained = sum(self._bytes(name) for name in held if self.split.tensors[name].requires_grad)
+        return f"{text}; parameters {_size(parameters)}, gradients {_size(trained)}, optimizer: seen after a step"
+
+    def _bytes(self, name: str) -> int:
+        assert self.split is not None
+        info = self.split.tensors[name]
+        changes = self.dtype is not None and (info.dtype.is_floating_point or info.dtype.is_complex)
+        return info.numel * (self.dtype if self.dtype is not None and changes else info.dtype).itemsize
+
+    def _order(self) -> str:
+        schedule = self.schedule
+        costs = [] if self.split is None else self.split.costs()
+        known = sum(costs) > 0
+        bubble = expected_bubble(schedule, costs if known else [1.0] * schedule.n_stages, self.recompute)
+        text = f"schedule {schedule.name}: {schedule.microbatches} micro-batches, expected bubble {bubble:.1%}"
+        if not known:
+            text += " if all stages take equally long"
+        text += f", at most {max(schedule.validate().peak_activations)} activations kept on a worker"
+        repeating = [str(stage) for stage, repeats in enumerate(self.recompute) if repeats]
+        return text + (f", recomputed in stage {', '.join(repeating)}" if repeating else "")
 
 
 def _size(count: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stageflow.errors import InputError
 from stageflow.plan import save
 from stageflow.plan.bounds import Bound
-from stageflow.plan.partition import Block, Device
+from stageflow.plan.partition import Block, Device, Tie
 from stageflow.plan.stages import PlannedStage, costs_of, footprint_of, plan_stages
 from stageflow.schedule import Costs, Schedule, Simulation
 from stageflow.schedule.memory import Footprint, peak_memory
@@ -29,7 +29,7 @@ class Advice:
     gain: float
 
     def __str__(self) -> str:
-        return f"{self.change}: {self.gain:.1%} faster"
+        return f"{self.change}: {self.gain:.1%} less time per sample" if self.gain else self.change
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Plan:
     schedule: who does what when; with it the placement and the number of micro-batches.
     bound: seconds below which no schedule of these stages on these devices can go, and why (`lower_bound`).
     samples: of the whole batch, 0 where not known. unit: of the times, where they are no seconds.
+    ties: weights that several blocks use, by numbers of blocks.
     warnings: what speaks against a pipeline here. advice: what to change for more.
 
     ``print(plan)`` shows all of it as a table. Everything else follows from these: see the properties.
@@ -58,6 +59,7 @@ class Plan:
     bound: Bound
     samples: int = 0
     unit: str | None = None
+    ties: tuple[Tie, ...] = ()
     warnings: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = ()
 
@@ -71,7 +73,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:
         """The stages with their blocks, device, times and bytes."""
-        return plan_stages(self.blocks, self.cuts, self.placement, self.recompute, self.devices)
+        return plan_stages(self.blocks, self.cuts, self.placement, self.recompute, self.devices, self.ties)
 
     @property
     def placement(self) -> tuple[int, ...]:

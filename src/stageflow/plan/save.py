@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stageflow.errors import InputError, StageflowError
 from stageflow.plan.bounds import Bound
-from stageflow.plan.partition import Block, Device
+from stageflow.plan.partition import Block, Device, Tie
 from stageflow.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def to_json(plan: Plan) -> str:
         "model": plan.model,
         "samples": plan.samples,
         "unit": plan.unit,
+        "ties": [_fields(tie) for tie in plan.ties],
         "blocks": [_fields(block) for block in plan.blocks],
         "devices": [_fields(device) for device in plan.devices],
         "cuts": list(plan.cuts),
@@ -79,6 +80,7 @@ def _plan(body: dict[str, Any]) -> Plan:
         bound=Bound(**_numbers(body["bound"])),
         samples=body["samples"],
         unit=body["unit"],
+        ties=tuple(Tie(**{**each, "blocks": tuple(each["blocks"])}) for each in body["ties"]),
         warnings=tuple(body["warnings"]),
         advice=tuple(Advice(**_numbers(each)) for each in body["advice"]),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from stageflow.errors import InputError
-from stageflow.plan.partition import Block, Device
+from stageflow.plan.partition import Block, Device, Tie
 from stageflow.schedule import Costs
 from stageflow.schedule.memory import Footprint
 
@@ -23,6 +23,7 @@ class PlannedStage:
     parameters: bytes of its weights. static: bytes of weights, gradients and optimizer state.
     activation, deferred: bytes kept per micro-batch, from F until B (or I), and from I until W.
     workspace: bytes that one recomputation brings back while it lasts.
+    tied: bytes of copies of weights that an earlier stage owns, with their gradients; part of ``static``.
     output: bytes handed to the next stage per micro-batch; gradients come back in as many.
     """
 
@@ -39,6 +40,7 @@ class PlannedStage:
     activation: float
     deferred: float
     workspace: float
+    tied: float
     output: float
 
     @property
@@ -53,8 +55,11 @@ def plan_stages(
     placement: Sequence[int],
     recompute: Sequence[bool],
     devices: Sequence[Device],
+    ties: Sequence[Tie] = (),
 ) -> tuple[PlannedStage, ...]:
     """Add up the blocks of every stage. cuts: from 0 to the number of blocks, one more than there are stages.
+
+    Times and bytes are those by which `split_chain` chooses.
 
     Raises InputError where the numbers of things do not fit each other.
     """
@@ -66,30 +71,34 @@ def plan_stages(
     if not set(placement) <= set(range(len(devices))):
         raise InputError(f"placement {tuple(placement)} names a device outside 0..{len(devices) - 1}")
     return tuple(
-        _stage(blocks[start:end], worker, again, devices[worker].speed)
+        _stage(blocks[start:end], worker, again, devices[worker].speed, _tied(ties, start, end))
         for (start, end), worker, again in zip(pairwise(cuts), placement, recompute, strict=True)
     )
 
 
-def _stage(blocks: Sequence[Block], worker: int, recompute: bool, speed: float) -> PlannedStage:
-    activation = sum(block.activation for block in blocks)
+def _tied(ties: Sequence[Tie], start: int, end: int) -> float:
+    """Bytes of copies in the stage of these blocks: of weights that some of them use and an earlier one owns."""
+    return sum(tie.bytes for tie in ties if tie.blocks[0] < start and any(start <= b < end for b in tie.blocks))
+
+
+def _stage(blocks: Sequence[Block], worker: int, recompute: bool, speed: float, tied: float) -> PlannedStage:
+    activation = blocks[0].entry + sum(block.activation for block in blocks) + blocks[-1].exit
     kept = blocks[0].boundary if recompute else activation
-    forward = sum(block.forward for block in blocks) / speed
-    parameters = sum(block.parameters for block in blocks)
     return PlannedStage(
         blocks=tuple(block.name for block in blocks),
         device=worker,
         recompute=recompute,
-        forward=forward,
+        forward=sum(block.forward for block in blocks) / speed,
         backward=sum(block.backward for block in blocks) / speed,
         backward_input=sum(block.backward_input for block in blocks) / speed,
         backward_weight=sum(block.backward_weight for block in blocks) / speed,
-        again=forward if recompute else 0.0,
-        parameters=parameters,
-        static=parameters + sum(block.gradients + block.optimizer for block in blocks),
+        again=sum(block.again for block in blocks) / speed if recompute else 0.0,
+        parameters=sum(block.parameters for block in blocks),
+        static=sum(block.static for block in blocks) + tied,
         activation=kept,
         deferred=sum(block.deferred for block in blocks),
         workspace=max(0.0, activation - kept),
+        tied=tied,
         output=blocks[-1].output,
     )
 
@@ -98,10 +107,13 @@ def costs_of(stages: Sequence[PlannedStage], devices: Sequence[Device]) -> Costs
     """Times for the simulator: stages, and the links between those that sit on different devices."""
     hop: dict[tuple[int, int], float] = {}
     transfer: dict[tuple[int, int], float] = {}
+    exchange = [0.0] * len(stages)
     for number, (stage, after) in enumerate(pairwise(stages)):
         latency, bandwidth = link_between(devices, stage.device, after.device)
-        hop[number, number + 1] = latency
-        transfer[number, number + 1] = stage.output / bandwidth if bandwidth < math.inf else 0.0
+        hop[number, number + 1] = latency if stage.output else 0.0
+        transfer[number, number + 1] = stage.output / bandwidth
+        if after.tied:  # gradients of the copies to their owner, and its new values back
+            exchange[number + 1] = 2 * latency + after.tied / bandwidth
     return Costs(
         forward=[stage.forward for stage in stages],
         backward_input=[stage.backward_input for stage in stages],
@@ -110,6 +122,7 @@ def costs_of(stages: Sequence[PlannedStage], devices: Sequence[Device]) -> Costs
         recompute=[stage.again for stage in stages],
         hop=hop,
         transfer=transfer,
+        reduction=exchange,
     )
 
 

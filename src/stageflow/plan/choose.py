@@ -1,0 +1,235 @@
+"""Chooses cuts, placement, recomputation, number of micro-batches and schedule together. Pure.
+
+Every shape (a number of micro-batches, of stages per device, and a placement) gets its best cuts by the model of a
+step, then a quick search for its schedule. Shapes whose lower bound is no better than the best step found are proved
+to lose and go; the others share the rest of the time. On the way cuts move by a block, and stages stop recomputing,
+wherever the simulated step gets shorter by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stageflow.errors import SplitError, StageflowError
+from stageflow.plan.advice import advise, moved_cuts
+from stageflow.plan.bounds import lower_bound
+from stageflow.plan.partition import Block, Device, split_chain
+from stageflow.plan.plan import Plan
+from stageflow.plan.search import find_schedule
+from stageflow.plan.shapes import AUTO, Shape, Wish, Work, in_flight, shapes_of
+from stageflow.plan.stages import costs_of, footprint_of, link_between, plan_stages
+from stageflow.plan.verdict import speaks_against
+from stageflow.plan.words import size_words
+from stageflow.schedule import Schedule, build_schedule
+from stageflow.schedule.memory import peak_memory
+
+QUICK, FINAL, ADVICE = 0.35, 0.5, 0.15  # shares of the time: a first look at all shapes, the finalists, advice
+FINALISTS = 2
+MOVES = 300_000  # actions simulated while cuts move: bounds the time without looking at a clock
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A shape with its cuts, before it has a schedule."""
+
+    shape: Shape
+    cuts: tuple[int, ...]
+    recompute: tuple[bool, ...]
+
+
+def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Tell) -> Plan:
+    """The best plan found, with its bound and advice.
+
+    works: one batch, cut into each of the numbers of micro-batches to choose from.
+    names: of a `Plan`: model, samples, unit. tell: is told what goes on.
+    Raises SplitError where nothing fits into memory, InputError for what can't be.
+    """
+    drafts, refusals = _drafts(works, wish)
+    found: list[Plan] = []
+    for number, draft in enumerate(drafts):
+        tell(f"schedules of {draft.shape}")
+        try:
+            found.append(_schedule(draft, wish, names, QUICK * wish.seconds / len(drafts), number))
+        except StageflowError as error:
+            refusals.append((draft.shape, error))
+    if not found:
+        raise _nothing_fits(refusals)
+    best = min(found, key=lambda plan: plan.step)
+    rivals = sorted((plan for plan in found if plan.bound.seconds < best.step), key=lambda plan: plan.step)[:FINALISTS]
+    for plan in rivals:
+        tell(f"cuts and schedule of {len(plan.stages)} stages, {plan.microbatches} micro-batches")
+        best = min(best, _improve(plan, wish, FINAL * wish.seconds / len(rivals)), key=lambda plan: plan.step)
+    tell("what to change for more")
+    best = dataclasses.replace(best, warnings=speaks_against(best))
+    return dataclasses.replace(best, advice=advise(best, _searcher(wish)))
+
+
+def _nothing_fits(refusals: Sequence[tuple[Shape, StageflowError]]) -> StageflowError:
+    if len(refusals) == 1:
+        return refusals[0][1]
+    return SplitError("no plan fits:" + "".join(f"\n  {shape}: {error}" for shape, error in refusals))
+
+
+def _drafts(works: Sequence[Work], wish: Wish) -> tuple[list[Draft], list[tuple[Shape, StageflowError]]]:
+    """Every shape with its cuts, each once; and those that don't fit, with the reason."""
+    drafts: dict[Draft, None] = {}
+    refusals: list[tuple[Shape, StageflowError]] = []
+    for work in works:
+        for shape in shapes_of(work, wish):
+            for overlap in (False, True):
+                try:
+                    drafts[_cut(shape, wish, overlap)] = None
+                except StageflowError as error:
+                    if not overlap:
+                        refusals.append((shape, error))
+    return list(drafts), refusals
+
+
+def _cut(shape: Shape, wish: Wish, overlap: bool) -> Draft:
+    """The best cuts by the model of a step: stage by stage, as if stages of one device were devices of their own."""
+    placement, work = shape.placement, shape.work
+    partition = split_chain(
+        work.blocks,
+        [_seat(wish.devices, placement, stage) for stage in range(len(placement))],
+        microbatches=work.microbatches,
+        in_flight=in_flight(shape),
+        recompute=wish.recompute,
+        ties=work.ties,
+        overlap=overlap,
+    )
+    return Draft(shape, partition.cuts, partition.recompute)
+
+
+def _seat(devices: Sequence[Device], placement: Sequence[int], stage: int) -> Device:
+    """A stage's share of its device, with the link to where the next stage sits."""
+    worker = placement[stage]
+    after = placement[stage + 1] if stage + 1 < len(placement) else worker
+    latency, bandwidth = link_between(devices, worker, after)
+    memory = devices[worker].memory / placement.count(worker)
+    return Device(devices[worker].speed, memory, latency, bandwidth)
+
+
+def _schedule(draft: Draft, wish: Wish, names: Mapping[str, Any], seconds: float, number: int) -> Plan:
+    """The draft with a schedule. Raises StageflowError where none fits into memory."""
+    work, placement = draft.shape.work, draft.shape.placement
+    stages = plan_stages(work.blocks, draft.cuts, placement, draft.recompute, wish.devices, work.ties)
+    costs, footprint = costs_of(stages, wish.devices), footprint_of(stages)
+    memory = _limits(wish.devices)
+    if wish.schedule == AUTO:
+        found = find_schedule(
+            stages=len(stages),
+            microbatches=work.microbatches,
+            costs=costs,
+            placement=placement,
+            footprint=footprint,
+            memory=memory,
+            seconds=seconds,
+            seed=wish.seed + number,
+        )
+        schedule, bound = found.schedule, found.bound
+    else:
+        schedule = build_schedule(
+            wish.schedule, stages=len(stages), microbatches=work.microbatches, placement=placement
+        )
+        bound = lower_bound(costs, placement, work.microbatches, footprint=footprint, memory=memory, split=True)
+    plan = Plan(
+        blocks=work.blocks,
+        devices=wish.devices,
+        cuts=draft.cuts,
+        recompute=draft.recompute,
+        schedule=schedule,
+        bound=bound,
+        ties=work.ties,
+        **names,
+    )
+    _check_memory(plan)
+    return plan
+
+
+def _limits(devices: Sequence[Device]) -> list[float] | None:
+    """Bytes per worker, or None where there is no limit at all."""
+    return None if all(math.isinf(device.memory) for device in devices) else [device.memory for device in devices]
+
+
+def _check_memory(plan: Plan) -> None:
+    for number, (peak, device) in enumerate(zip(plan.memory, plan.devices, strict=True)):
+        if peak > device.memory:
+            raise SplitError(
+                f"schedule {plan.schedule.name!r} needs {size_words(peak)} on device {number}, which has "
+                f"{size_words(device.memory)}: take schedule='auto', recompute=True, smaller micro-batches or more devices"
+            )
+
+
+def _improve(plan: Plan, wish: Wish, seconds: float) -> Plan:
+    """Better cuts for its orders, then better orders for its cuts."""
+    moved = _move(plan, wish)
+    draft = Draft(
+        Shape(Work(plan.microbatches, plan.blocks, plan.ties), plan.placement, ""), moved.cuts, moved.recompute
+    )
+    names = {"model": plan.model, "samples": plan.samples, "unit": plan.unit}
+    found = _schedule(draft, wish, names, seconds, 0)
+    if moved.step < found.step:
+        found = dataclasses.replace(moved, bound=found.bound)
+    return min(plan, found, key=lambda plan: plan.step)
+
+
+def _move(plan: Plan, wish: Wish) -> Plan:
+    """Move cuts by a block, and let stages keep what they would recompute, as long as the same orders get faster."""
+    actions = sum(map(len, plan.schedule.orders))
+    tries = MOVES // max(1, actions)
+    better = True
+    while better:
+        better = False
+        for changes in _changes(plan, wish):
+            if tries <= 0:
+                return plan
+            other = dataclasses.replace(plan, **changes)
+            tries -= 1
+            if other.step < plan.step * (1 - 1e-9) and _fits(other):
+                plan, better = other, True
+                break
+    return plan
+
+
+def _changes(plan: Plan, wish: Wish) -> list[dict[str, Any]]:
+    changes: list[dict[str, Any]] = [{"cuts": cuts} for cuts in moved_cuts(plan.cuts)]
+    if wish.recompute == "auto":
+        for stage, again in enumerate(plan.recompute):
+            if again:
+                keeping = tuple(flag and other != stage for other, flag in enumerate(plan.recompute))
+                changes.append({"recompute": keeping})
+    return changes
+
+
+def _fits(plan: Plan) -> bool:
+    return all(peak <= device.memory for peak, device in zip(plan.memory, plan.devices, strict=True))
+
+
+def _searcher(wish: Wish) -> Callable[[Plan, int, bool], float]:
+    """Steps of other schedules for a plan's stages, see `advice.Search`."""
+
+    def search(plan: Plan, microbatches: int, limited: bool) -> float:
+        if plan.schedule.name == wish.schedule:
+            built = build_schedule(
+                wish.schedule, stages=len(plan.stages), microbatches=microbatches, placement=plan.placement
+            )
+            return built.simulate(plan.costs).makespan
+        found = find_schedule(
+            stages=len(plan.stages),
+            microbatches=microbatches,
+            costs=plan.costs,
+            placement=plan.placement,
+            footprint=plan.footprint,
+            memory=_limits(wish.devices) if limited else None,
+            seconds=ADVICE * wish.seconds / 2,
+            seed=wish.seed,
+        )
+        return found.simulation.makespan
+
+    return search

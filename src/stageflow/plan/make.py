@@ -1,0 +1,160 @@
+"""From a model, or from numbers, to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm import tqdm
+
+from stageflow.errors import InputError
+from stageflow.plan.choose import choose
+from stageflow.plan.partition import Block, Device
+from stageflow.plan.shapes import AUTO, Wish, Work
+from stageflow.plan.words import bytes_of
+
+if TYPE_CHECKING:
+    from stageflow.plan.plan import Plan
+    from stageflow.plan.profile import Profile
+
+Link = tuple[float, float | str]
+PER_DEVICE = 4  # micro-batches, where there is nothing to choose them by
+
+
+def make_plan(
+    model: Any = None,
+    example: Any = None,
+    *,
+    devices: int | Sequence[Device | str],
+    memory: str | float | None = None,
+    link: Link | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: str = AUTO,
+    recompute: bool | Literal["auto"] = "auto",
+    profile: Profile | str | Path | Sequence[Block] | None = None,
+    name: str | None = None,
+    unit: str | None = None,
+    seconds: float = 10.0,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Plan:
+    """Measure a model, cut it into stages, choose a schedule, and say what a step will take and what bounds it.
+
+    model, example: as for `Pipeline`: any module, a list of modules, or a function that builds one; inputs in a
+        batch's size. Not needed where there is a ``profile``.
+    devices: how many equal ones, or a list of `Device` or of names of accelerators (see docs/measuring.md), one per
+        worker.
+    memory: of every device, in bytes or words ("40GiB"); None: what the devices say, else no limit.
+    link: between neighbouring devices: (seconds of latency, bytes per second), the latter also in words ("25GB");
+        None: what the devices say, else none of either.
+    microbatches: into how many parts the batch is cut; None: chosen among about one, two, four and eight per device.
+        Of a ``profile``, which is of one size of micro-batch, four per device.
+    stages: how many; None: one or two per device, whichever is better.
+    schedule: a name of `SCHEDULES`, or "auto": searched for.
+    recompute: whether stages drop activations and compute them again: True, False, or "auto": those that have to.
+    profile: what the blocks take, for one micro-batch: as `profile_model` gives it, or its file, or a list of `Block`.
+    name: of the plan; default the model's class. unit: of the times, where they are no seconds.
+    seconds: of searching, about; the same arguments and seed give the same plan whatever the machine does meanwhile.
+    progress: show it on standard error; None: on a terminal.
+
+    Raises InputError for arguments that make no sense; SplitError where the model can't be cut, or does not fit into
+    memory, with the numbers.
+    """
+    wish = Wish(_devices(devices, memory, link), schedule, recompute, stages, seconds, seed)
+    _check(wish, microbatches)
+    with _Progress(progress) as say:
+        if profile is not None:
+            if model is not None or example is not None:
+                raise InputError("profile= says what the model takes: leave model and example out, or profile=")
+            works, samples, called = _given(profile, microbatches, len(wish.devices)), 0, "a profile"
+        else:
+            if model is None or example is None:
+                raise InputError("make_plan needs a model and an example batch, or profile=")
+            from stageflow.plan.measured import measure  # torch only where there is a model
+
+            works, samples = measure(model, example, microbatches, len(wish.devices), say)
+            called = type(model).__name__
+        return choose(works, wish, {"model": name or called, "samples": samples, "unit": unit}, say)
+
+
+def _check(wish: Wish, microbatches: int | None) -> None:
+    if microbatches is not None and not _is_count(microbatches):
+        raise InputError(f"microbatches must be a whole number >= 1, or None to choose, got {microbatches!r}")
+    if wish.stages is not None and not _is_count(wish.stages):
+        raise InputError(f"stages must be a whole number >= 1, or None to choose, got {wish.stages!r}")
+    if wish.recompute not in (True, False, "auto"):
+        raise InputError(f"recompute must be True, False or 'auto', got {wish.recompute!r}")
+    if not isinstance(wish.schedule, str):
+        raise InputError(f"schedule must be a name or 'auto', got a {type(wish.schedule).__name__}")
+    if not (isinstance(wish.seconds, (int, float)) and 0 < wish.seconds < math.inf):
+        raise InputError(f"seconds must be a number > 0, got {wish.seconds!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _devices(
+    devices: int | Sequence[Device | str], memory: str | float | None, link: Link | None
+) -> tuple[Device, ...]:
+    """One `Device` per worker; what is given for all wins over what a device says itself."""
+    if _is_count(devices):
+        chosen = [Device() for _ in range(devices)]  # type: ignore[arg-type]
+    elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        chosen = [_device(each) for each in devices]
+    else:
+        raise InputError(f"devices must be a whole number >= 1, or a list of one per worker, got {devices!r}")
+    changes: dict[str, float] = {}
+    if memory is not None:
+        changes["memory"] = bytes_of(memory)
+    if link is not None:
+        changes["latency"], changes["bandwidth"] = _link(link)
+    return tuple(dataclasses.replace(device, **changes) for device in chosen)
+
+
+def _device(given: Device | str) -> Device:
+    if isinstance(given, Device):
+        return given
+    raise InputError(f"a device must be a Device or the name of an accelerator, got {given!r}")
+
+
+def _link(link: Link) -> tuple[float, float]:
+    if not (isinstance(link, Sequence) and not isinstance(link, str) and len(link) == 2):
+        raise InputError(f"link must be (seconds of latency, bytes per second), got {link!r}")
+    latency, bandwidth = link
+    if not (isinstance(latency, (int, float)) and 0 <= latency < math.inf):
+        raise InputError(f"the latency of a link must be seconds >= 0, got {latency!r}")
+    return latency, bytes_of(
+        bandwidth.removesuffix("/s") if isinstance(bandwidth, str) else bandwidth, "link's bandwidth"
+    )
+
+
+def _given(profile: Profile | str | Path | Sequence[Block], microbatches: int | None, devices: int) -> list[Work]:
+    """The work that a profile, its file, or bare blocks describe."""
+    count = microbatches or PER_DEVICE * devices
+    if isinstance(profile, Sequence) and not isinstance(profile, str):
+        return [Work(count, tuple(profile))]
+    if isinstance(profile, (str, Path)):
+        from stageflow.plan.profile import Profile
+
+        profile = Profile.from_json(profile)
+    return [Work(count, tuple(profile.blocks), tuple(profile.ties))]
+
+
+class _Progress:
+    """A line on the terminal that says what goes on; nothing where nobody looks."""
+
+    def __init__(self, shown: bool | None) -> None:
+        disabled = not (sys.stderr.isatty() if shown is None else shown)
+        self._line: Any = tqdm(total=0, bar_format="{desc} ({elapsed})", leave=False, disable=disabled)
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self._line.set_description_str  # type: ignore[no-any-return]
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from stageflow.errors import StageflowError
 from stageflow.plan.plan import Advice
 from stageflow.plan.stages import costs_of, plan_stages
-from stageflow.plan.words import time_words
-from stageflow.schedule.memory import peak_memory
 
 if TYPE_CHECKING:
     from stageflow.plan.partition import Block, Device
@@ -88,7 +86,7 @@ def _another_cut(plan: Plan) -> Iterator[Advice]:
     best: Advice | None = None
     for cuts in moved_cuts(plan.cuts):
         moved = dataclasses.replace(plan, cuts=cuts)
-        if _fits(moved) and (best is None or moved.step < best.step):
+        if moved.fits and (best is None or moved.step < best.step):
             at = next(i for i, (old, new) in enumerate(zip(plan.cuts, cuts, strict=True)) if old != new)
             words = (
                 f"stage {at} starts at {plan.blocks[cuts[at]].name!r} instead of {plan.blocks[plan.cuts[at]].name!r}"
@@ -105,11 +103,6 @@ def moved_cuts(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
             moved = (*cuts[:at], cuts[at] + way, *cuts[at + 1 :])
             if all(start < end for start, end in pairwise(moved)):
                 yield moved
-
-
-def _fits(plan: Plan) -> bool:
-    peaks = peak_memory(plan.schedule, plan.footprint)
-    return all(peak <= device.memory for peak, device in zip(peaks, plan.devices, strict=True))
 
 
 def _lighter_head(plan: Plan) -> Iterator[Advice]:
@@ -140,10 +133,10 @@ def _narrower_block(plan: Plan) -> Iterator[Advice]:
     factor = max(0.0, 1 - excess / time)
     blocks = [*plan.blocks[:at], _scaled(plan.blocks[at], factor), *plan.blocks[at + 1 :]]
     step = dataclasses.replace(Variant.of(plan), blocks=blocks).step(plan)
-    less = time_words(min(excess, time), plan.unit)
+    less = plan.time_words(min(excess, time))
     name = plan.blocks[at].name
     yield Advice(
-        f"block {name!r} narrowed from {time_words(time, plan.unit)} by {less}, as device {slowest} works that much "
+        f"block {name!r} narrowed from {plan.time_words(time)} by {less}, as device {slowest} works that much "
         "longer per micro-batch than the others",
         step,
         _gain(plan, step),
@@ -202,8 +195,8 @@ def _wider_block(plan: Plan) -> Iterator[Advice]:
         free, most = (middle, most) if step(middle) <= plan.step * (1 + FREE) else (free, middle)
     if free - 1 > WORTH:
         yield Advice(
-            f"block {plan.blocks[at].name!r} may take {time_words((free - 1) * time, plan.unit)} more than its "
-            f"{time_words(time, plan.unit)} at no cost, as device {idlest} has time to spare",
+            f"block {plan.blocks[at].name!r} may take {plan.time_words((free - 1) * time)} more than its "
+            f"{plan.time_words(time)} at no cost, as device {idlest} has time to spare",
             step(free),
             0.0,
         )

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from stageflow.observe.picture import LABEL_WIDTH
-from stageflow.plan.words import size_words, time_words
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
@@ -36,14 +35,15 @@ def memory_chart(plan: Plan) -> str:
             y = base - ROW * level / top
             path.append(f"L{_x(time, plan, width):.1f} {y:.1f}L{_x(until, plan, width):.1f} {y:.1f}")
         path.append(f"L{_x(plan.step, plan, width):.1f} {base}Z")
-        words = f"device {device}: at most {size_words(plan.memory[device])}"
+        peak, of = plan.size_words(plan.memory[device]), ""
         if not math.isinf(limits[device]):
-            words += f" of {size_words(limits[device])}"
+            of = f"of {plan.size_words(limits[device])}"
         rows.append(
-            f'<g><title>{escape(words)}</title><path class="memory" d="{"".join(path)}"/>'
+            f'<g><title>device {device}: at most {peak} {of}</title><path class="memory" d="{"".join(path)}"/>'
             f"{_limit(limits[device], top, base)}"
             f'<text class="name" x="2" y="{base - ROW + 12}">device {device}</text>'
-            f'<text class="held" x="2" y="{base - ROW + 28}">{size_words(plan.memory[device])}</text></g>'
+            f'<text class="held" x="2" y="{base - ROW + 28}">{peak}</text>'
+            f'<text class="held" x="2" y="{base - ROW + 43}">{of}</text></g>'
         )
     return _svg("Memory of every device over the step", height, rows)
 
@@ -56,10 +56,7 @@ def _limit(limit: float, top: float, base: float) -> str:
     if limit > top:
         return ""
     y = base - ROW * limit / top
-    return (
-        f'<line class="limit" x1="{LABEL_WIDTH}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="key end" x="{WIDTH - RIGHT}" y="{y + 9:.1f}">limit {size_words(limit)}</text>'
-    )
+    return f'<line class="limit" x1="{LABEL_WIDTH}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
 def balance_chart(plan: Plan) -> str:
@@ -71,14 +68,14 @@ def balance_chart(plan: Plan) -> str:
         y = number * (BAR + BAR_GAP) + 2
         parts, x = [], float(LABEL_WIDTH)
         for kind, name, seconds in _parts(plan, number, stage):
-            words = f"stage {number}, {name}: {time_words(seconds, plan.unit)}"
+            words = f"stage {number}, {name}: {plan.time_words(seconds)}"
             parts.append(
                 f'<g class="ev {kind}"><title>{escape(words)}</title>'
                 f'<rect x="{x:.1f}" y="{y}" width="{seconds * scale:.1f}" height="{BAR}"/></g>'
             )
             x += seconds * scale
         middle = y + BAR / 2
-        total = f"{time_words(stage.time, plan.unit)}, {stage.time / longest:.0%}"
+        total = f"{plan.time_words(stage.time)}, {stage.time / longest:.0%}"
         rows.append(
             f'<text class="name" x="2" y="{middle}">stage {number}</text>{"".join(parts)}'
             f'<text class="held" x="{x + 8:.1f}" y="{middle}">{total}</text>'

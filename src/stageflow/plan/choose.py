@@ -17,15 +17,14 @@ from typing import Any
 from stageflow.errors import SplitError, StageflowError
 from stageflow.plan.advice import advise, moved_cuts
 from stageflow.plan.bounds import lower_bound
-from stageflow.plan.partition import Block, Device, split_chain
+from stageflow.plan.partition import Device, split_chain
 from stageflow.plan.plan import Plan
 from stageflow.plan.search import find_schedule
 from stageflow.plan.shapes import AUTO, Shape, Wish, Work, in_flight, shapes_of
 from stageflow.plan.stages import costs_of, footprint_of, link_between, plan_stages
 from stageflow.plan.verdict import speaks_against
 from stageflow.plan.words import size_words
-from stageflow.schedule import Schedule, build_schedule
-from stageflow.schedule.memory import peak_memory
+from stageflow.schedule import build_schedule
 
 QUICK, FINAL, ADVICE = 0.35, 0.5, 0.15  # shares of the time: a first look at all shapes, the finalists, advice
 FINALISTS = 2
@@ -162,7 +161,7 @@ def _check_memory(plan: Plan) -> None:
         if peak > device.memory:
             raise SplitError(
                 f"schedule {plan.schedule.name!r} needs {size_words(peak)} on device {number}, which has "
-                f"{size_words(device.memory)}: take schedule='auto', recompute=True, smaller micro-batches or more devices"
+                f"{size_words(device.memory)}: take schedule='auto', recompute=True, more micro-batches or devices"
             )
 
 
@@ -191,7 +190,7 @@ def _move(plan: Plan, wish: Wish) -> Plan:
                 return plan
             other = dataclasses.replace(plan, **changes)
             tries -= 1
-            if other.step < plan.step * (1 - 1e-9) and _fits(other):
+            if other.step < plan.step * (1 - 1e-9) and other.fits:
                 plan, better = other, True
                 break
     return plan
@@ -205,10 +204,6 @@ def _changes(plan: Plan, wish: Wish) -> list[dict[str, Any]]:
                 keeping = tuple(flag and other != stage for other, flag in enumerate(plan.recompute))
                 changes.append({"recompute": keeping})
     return changes
-
-
-def _fits(plan: Plan) -> bool:
-    return all(peak <= device.memory for peak, device in zip(plan.memory, plan.devices, strict=True))
 
 
 def _searcher(wish: Wish) -> Callable[[Plan, int, bool], float]:

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 from stageflow.observe.picture import render_svg
 from stageflow.plan.charts import balance_chart, memory_chart
-from stageflow.plan.table import gap_line
-from stageflow.plan.words import size_words, time_words
+from stageflow.plan.table import gap_line, up_percent
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
 
 _STYLE = """
-.chart { display: block; width: 100%; height: auto; }
+.chart { display: block; width: 100%; min-width: 640px; height: auto; }
 .chart .memory { fill: var(--F); fill-opacity: 0.55; stroke: var(--F); stroke-width: 1; }
 .chart .limit { stroke: var(--I); stroke-width: 1.2; stroke-dasharray: 5 4; }
-.chart .end { text-anchor: end; }
 .advice { max-width: 90ch; padding-left: 18px; }
 .advice li { margin: 3px 0; }
 .proof { margin: -6px 0 18px; max-width: 90ch; }
@@ -52,9 +50,9 @@ def render_page(plan: Plan) -> str:
 micro-batch</span></div>
 </div>
 <h2>Memory of every device over the step</h2>
-{memory_chart(plan)}
+<div class="wide">{memory_chart(plan)}</div>
 <h2>Work of every stage per micro-batch</h2>
-{balance_chart(plan)}
+<div class="wide">{balance_chart(plan)}</div>
 <h2>Stages</h2>
 {_table(plan)}
 {_list("For more", [str(advice) for advice in plan.advice])}
@@ -72,10 +70,10 @@ def _asset(name: str) -> str:
 
 def _figures(plan: Plan) -> str:
     cells = [
-        (time_words(plan.step, plan.unit), "step"),
+        (plan.time_words(plan.step), "step"),
         (f"{plan.bubble:.1%}", "bubble"),
-        ("unknown" if math.isinf(plan.gap) else f"{plan.gap:.1%}", "gap to the bound"),
-        (size_words(max(plan.memory)), "largest peak of memory"),
+        ("unknown" if math.isinf(plan.gap) else up_percent(plan.gap), "gap to the bound"),
+        (plan.size_words(max(plan.memory)), "largest peak of memory"),
         (str(len(plan.devices)), "devices"),
         (str(len(plan.stages)), "stages"),
         (str(plan.microbatches), "micro-batches"),
@@ -92,9 +90,9 @@ def _table(plan: Plan) -> str:
         first, last = escape(stage.blocks[0]), escape(stage.blocks[-1])
         cells = (
             str(stage.device),
-            size_words(stage.parameters),
-            time_words(stage.time, plan.unit),
-            size_words(plan.stage_memory[number]),
+            plan.size_words(stage.parameters),
+            plan.time_words(stage.time),
+            plan.size_words(plan.stage_memory[number]),
             "yes" if stage.recompute else "no",
         )
         blocks = first if len(stage.blocks) == 1 else f"{first} … {last} <small>({len(stage.blocks)})</small>"

@@ -13,6 +13,7 @@ from stageflow.plan import save
 from stageflow.plan.bounds import Bound
 from stageflow.plan.partition import Block, Device, Tie
 from stageflow.plan.stages import PlannedStage, costs_of, footprint_of, plan_stages
+from stageflow.plan.words import size_words, time_words
 from stageflow.schedule import Costs, Schedule, Simulation
 from stageflow.schedule.memory import Footprint, peak_memory
 
@@ -43,7 +44,8 @@ class Plan:
     recompute: per stage, whether it drops its activations after F and computes them again.
     schedule: who does what when; with it the placement and the number of micro-batches.
     bound: seconds below which no schedule of these stages on these devices can go, and why (`lower_bound`).
-    samples: of the whole batch, 0 where not known. unit: of the times, where they are no seconds.
+    samples: of the whole batch, 0 where not known.
+    unit: of the times, where they are no seconds ("" for none); sizes are no bytes then either.
     ties: weights that several blocks use, by numbers of blocks.
     warnings: what speaks against a pipeline here. advice: what to change for more.
 
@@ -120,6 +122,11 @@ class Plan:
         """Predicted peak of bytes per worker: weights, gradients, optimizer state, activations."""
         return tuple(peak_memory(self.schedule, self.footprint))
 
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory that this takes."""
+        return all(peak <= device.memory for peak, device in zip(self.memory, self.devices, strict=True))
+
     @cached_property
     def stage_memory(self) -> tuple[float, ...]:
         """The peak of each stage for itself; peaks of the stages of one worker need not come at the same time."""
@@ -136,6 +143,14 @@ class Plan:
     def gap(self) -> float:
         """At most by which share any schedule of these stages on these devices could be faster: step / bound - 1."""
         return max(0.0, self.step / self.bound.seconds - 1) if self.bound.seconds > 0 else math.inf
+
+    def time_words(self, seconds: float) -> str:
+        """A time as this plan tells it: ``12.3 ms``."""
+        return time_words(seconds, self.unit)
+
+    def size_words(self, size: float) -> str:
+        """A size as this plan tells it: ``12.3 MiB``."""
+        return size_words(size, plain=self.unit is not None)
 
     def describe(self) -> str:
         """The whole plan as a table with what speaks against it and what to change for more."""

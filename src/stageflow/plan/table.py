@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stageflow.plan.words import size_words, table, time_words
+from stageflow.plan.words import table
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
@@ -39,7 +39,7 @@ def describe(plan: Plan) -> str:
 def step_line(plan: Plan) -> str:
     """What a step takes."""
     rate = f", {plan.samples / plan.step:.4g} samples/s" if plan.samples and plan.step and plan.unit is None else ""
-    return f"step {time_words(plan.step, plan.unit)}{rate}, bubble {plan.bubble:.1%}"
+    return f"step {plan.time_words(plan.step)}{rate}, bubble {plan.bubble:.1%}"
 
 
 def gap_line(plan: Plan) -> str:
@@ -49,11 +49,11 @@ def gap_line(plan: Plan) -> str:
     elif math.isinf(plan.gap):
         proved = "nothing is proved about other schedules on this split"
     else:
-        proved = f"no schedule whatsoever on this split can be more than {_up(plan.gap)} faster"
-    return f"{proved} (bound {time_words(plan.bound.seconds, plan.unit)}: {plan.bound.reason})"
+        proved = f"no schedule whatsoever on this split can be more than {up_percent(plan.gap)} faster"
+    return f"{proved} (bound {plan.time_words(plan.bound.seconds)}: {plan.bound.reason})"
 
 
-def _up(share: float) -> str:
+def up_percent(share: float) -> str:
     """A share in percent, rounded up: what is claimed must stay true."""
     return f"{math.ceil(share * 1000 - 1e-9) / 10:.1f}%"
 
@@ -66,9 +66,9 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 str(number),
                 _abridge(stage.blocks),
                 str(stage.device),
-                size_words(stage.parameters),
-                time_words(stage.time, plan.unit),
-                size_words(plan.stage_memory[number]),
+                plan.size_words(stage.parameters),
+                plan.time_words(stage.time),
+                plan.size_words(plan.stage_memory[number]),
                 "yes" if stage.recompute else "no",
             )
         )
@@ -81,7 +81,8 @@ def _device_rows(plan: Plan) -> list[tuple[str, ...]]:
     for number, (device, peak) in enumerate(zip(plan.devices, plan.memory, strict=True)):
         stages = ", ".join(map(str, plan.schedule.stages_of(number)))
         busy = plan.simulation.busy[number] / plan.step if plan.step else 0.0
-        rows.append((str(number), stages, f"{busy:.1%}", size_words(peak), *[size_words(device.memory)] * limited))
+        of = [plan.size_words(device.memory)] * limited
+        rows.append((str(number), stages, f"{busy:.1%}", plan.size_words(peak), *of))
     return rows
 
 

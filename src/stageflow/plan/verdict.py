@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from stageflow.plan.words import size_words, time_words
-
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
 
@@ -50,18 +48,18 @@ def data_parallel_step(plan: Plan) -> float:
 
 
 def _one_device(plan: Plan) -> str | None:
-    if len(plan.devices) < 2:
+    if len(plan.devices) < 2 or not any(block.static for block in plan.blocks):  # whether it fits is not known
         return None
     need, room = one_device_memory(plan), min(device.memory for device in plan.devices)
     if need > room:
         return None
-    of = "no limit on memory was given" if math.isinf(room) else f"{size_words(need)} of {size_words(room)}"
+    of = "no limit on memory was given" if math.isinf(room) else f"{plan.size_words(need)} of {plan.size_words(room)}"
     fastest = max(device.speed for device in plan.devices)
     alone = one_device_step(plan, plan.microbatches, fastest)
-    here = time_words(plan.step, plan.unit)
+    here = plan.time_words(plan.step)
     if alone <= plan.step:
         return (
-            f"one device alone takes {time_words(alone, plan.unit)} a step, this pipeline {here}, and the model fits "
+            f"one device alone takes {plan.time_words(alone)} a step, this pipeline {here}, and the model fits "
             f"there ({of}): use one device"
         )
     shared = data_parallel_step(plan)
@@ -69,7 +67,7 @@ def _one_device(plan: Plan) -> str | None:
         return None
     return (
         f"the model fits on one device ({of}), and data parallelism over {len(plan.devices)} devices would take "
-        f"{time_words(shared, plan.unit)} a step with its exchange of gradients, this pipeline {here}: use that"
+        f"{plan.time_words(shared)} a step with its exchange of gradients, this pipeline {here}: use that"
     )
 
 
@@ -78,8 +76,8 @@ def _few_microbatches(plan: Plan) -> str | None:
     if plan.bubble < LARGE_BUBBLE or m >= 2 * p:
         return None
     return (
-        f"{m} micro-batches are few for {p} devices: workers idle for {plan.bubble:.0%} of the step. Cut the batch into "
-        f"{4 * p} or more, or use fewer devices"
+        f"{m} micro-batches are few for {p} devices: workers idle for {plan.bubble:.0%} of the step. Cut the batch "
+        f"into {4 * p} or more, or use fewer devices"
     )
 
 
@@ -90,7 +88,8 @@ def _link_bound(plan: Plan) -> str | None:
     if slowest < beat:  # in each beat one value crosses, and one gradient the other way
         return None
     return (
-        f"the link from stage {edge[0]} to stage {edge[1]} is the bottleneck: {size_words(plan.stages[edge[0]].output)} "
-        f"take {time_words(slowest, plan.unit)} each way, while the slowest stage computes "
-        f"{time_words(beat, plan.unit)} per micro-batch: cut where less crosses, or use a faster link"
+        f"the link from stage {edge[0]} to stage {edge[1]} is the bottleneck: "
+        f"{plan.size_words(plan.stages[edge[0]].output)} take {plan.time_words(slowest)} each way, while the slowest "
+        f"stage computes "
+        f"{plan.time_words(beat)} per micro-batch: cut where less crosses, or use a faster link"
     )

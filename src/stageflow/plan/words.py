@@ -32,10 +32,12 @@ def bytes_of(size: str | float, name: str = "memory") -> float:
     return value
 
 
-def size_words(size: float) -> str:
-    """Bytes to three digits: ``12.3 MiB``."""
+def size_words(size: float, plain: bool = False) -> str:
+    """Bytes to three digits: ``12.3 MiB``; plain: of what is counted in no bytes."""
     if math.isinf(size):
         return "no limit"
+    if plain:
+        return _three(size)
     number, names = float(size), ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
     while number >= 999.5 and power < len(names) - 1:

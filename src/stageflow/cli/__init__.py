@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a model in stages and compare with one process",
+    "plan": "choose cuts, placement and schedule for a model, with a proof of how good they are",
     "simulate": "show what a schedule would take: times, bubble, activations, a picture",
     "doctor": "report what this machine offers to a pipeline, and what is wrong",
 }

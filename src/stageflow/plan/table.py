@@ -59,14 +59,15 @@ def up_percent(share: float) -> str:
 
 
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows = [("stage", "blocks", "device", "parameters", "time", "memory", "recompute")]
+    known = any(stage.parameters for stage in plan.stages)
+    rows = [("stage", "blocks", "device", *["parameters"] * known, "time", "memory", "recompute")]
     for number, stage in enumerate(plan.stages):
         rows.append(
             (
                 str(number),
                 _abridge(stage.blocks),
                 str(stage.device),
-                plan.size_words(stage.parameters),
+                *[plan.size_words(stage.parameters)] * known,
                 plan.time_words(stage.time),
                 plan.size_words(plan.stage_memory[number]),
                 "yes" if stage.recompute else "no",

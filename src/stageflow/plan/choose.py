@@ -43,7 +43,7 @@ class Draft:
 
 
 def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Tell) -> Plan:
-    """The best plan found, with its bound and advice.
+    """The best plan found, with its bound.
 
     works: one batch, cut into each of the numbers of micro-batches to choose from.
     names: of a `Plan`: model, samples, unit. tell: is told what goes on.
@@ -64,9 +64,13 @@ def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Te
     for plan in rivals:
         tell(f"cuts and schedule of {len(plan.stages)} stages, {plan.microbatches} micro-batches")
         best = min(best, _improve(plan, wish, FINAL * wish.seconds / len(rivals)), key=lambda plan: plan.step)
+    return best
+
+
+def judge(plan: Plan, wish: Wish, tell: Tell) -> Plan:
+    """The plan with what speaks against it and what to change for more."""
     tell("what to change for more")
-    best = dataclasses.replace(best, warnings=speaks_against(best))
-    return dataclasses.replace(best, advice=advise(best, _searcher(wish)))
+    return dataclasses.replace(plan, warnings=speaks_against(plan), advice=advise(plan, _searcher(wish)))
 
 
 def _nothing_fits(refusals: Sequence[tuple[Shape, StageflowError]]) -> StageflowError:

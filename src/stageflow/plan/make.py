@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from stageflow.errors import InputError
-from stageflow.plan.choose import choose
+from stageflow.plan.choose import choose, judge
 from stageflow.plan.partition import Block, Device
+from stageflow.plan.profile import Profile
 from stageflow.plan.shapes import AUTO, Wish, Work
+from stageflow.plan.sizes import Sizes
 from stageflow.plan.words import bytes_of
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
-    from stageflow.plan.profile import Profile
 
 Link = tuple[float, float | str]
 PER_DEVICE = 4  # micro-batches, where there is nothing to choose them by
@@ -42,57 +43,64 @@ def make_plan(
     seconds: float = 10.0,
     seed: int = 0,
     progress: bool | None = None,
+    **measuring: Any,
 ) -> Plan:
     """Measure a model, cut it into stages, choose a schedule, and say what a step will take and what bounds it.
 
     model, example: as for `Pipeline`: any module, a list of modules, or a function that builds one; inputs in a
         batch's size. Not needed where there is a ``profile``.
-    devices: how many equal ones, or a list of `Device` or of names of accelerators (see docs/measuring.md), one per
-        worker.
+    devices: how many equal ones, or a list with one per worker: a `Device`, or the name of an accelerator (see
+        docs/measuring.md). With names nothing is run: times are counted for these accelerators.
     memory: of every device, in bytes or words ("40GiB"); None: what the devices say, else no limit.
     link: between neighbouring devices: (seconds of latency, bytes per second), the latter also in words ("25GB");
         None: what the devices say, else none of either.
-    microbatches: into how many parts the batch is cut; None: chosen among about one, two, four and eight per device.
-        Of a ``profile``, which is of one size of micro-batch, four per device.
+    microbatches: into how many equal parts the batch is cut; None: chosen among about one, two, four and eight per
+        device. Of a ``profile``, which is of one size of micro-batch, four per device.
     stages: how many; None: one or two per device, whichever is better.
     schedule: a name of `SCHEDULES`, or "auto": searched for.
     recompute: whether stages drop activations and compute them again: True, False, or "auto": those that have to.
     profile: what the blocks take, for one micro-batch: as `profile_model` gives it, or its file, or a list of `Block`.
     name: of the plan; default the model's class. unit: of the times, where they are no seconds.
-    seconds: of searching, about; the same arguments and seed give the same plan whatever the machine does meanwhile.
+    seconds: of searching, about; the same profile, arguments and seed give the same plan whatever else the machine
+        does meanwhile.
     progress: show it on standard error; None: on a terminal.
+    measuring: further arguments of `profile_model`, such as target, loss, optimizer, threads.
 
     Raises InputError for arguments that make no sense; SplitError where the model can't be cut, or does not fit into
     memory, with the numbers.
     """
-    wish = Wish(_devices(devices, memory, link), schedule, recompute, stages, seconds, seed)
-    _check(wish, microbatches)
-    with _Progress(progress) as say:
+    _check(microbatches, stages, schedule, recompute, seconds)
+    given = _devices(devices, memory, link)
+    wish = Wish(given, schedule, recompute, stages, seconds, seed)
+    names = {"model": name or "a profile", "samples": 0, "unit": unit}
+    with Progress(progress) as say:
         if profile is not None:
-            if model is not None or example is not None:
-                raise InputError("profile= says what the model takes: leave model and example out, or profile=")
-            works, samples, called = _given(profile, microbatches, len(wish.devices)), 0, "a profile"
-        else:
-            if model is None or example is None:
-                raise InputError("make_plan needs a model and an example batch, or profile=")
-            from stageflow.plan.measured import measure  # torch only where there is a model
+            if model is not None or example is not None or measuring:
+                extra = ", ".join(["model and example", *measuring])
+                raise InputError(f"profile= says what the model takes: leave {extra} out, or profile=")
+            works = [_given(profile, microbatches, len(given))]
+            return judge(choose(works, wish, names, say), wish, say)
+        if model is None or example is None:
+            raise InputError("make_plan needs a model and an example batch, or profile=")
+        sizes = Sizes(model, example, stages or len(given), measuring, say)
+        works = sizes.works(microbatches, len(given))
+        names |= {"model": name or sizes.model, "samples": sizes.samples}
+        plan = choose(works, wish, names, say)
+        if not sizes.measured(plan.microbatches):  # so far worked out from smaller and larger ones
+            plan = choose([sizes.work(plan.microbatches)], wish, names, say)
+        return judge(plan, wish, say)
 
-            works, samples = measure(model, example, microbatches, len(wish.devices), say)
-            called = type(model).__name__
-        return choose(works, wish, {"model": name or called, "samples": samples, "unit": unit}, say)
 
-
-def _check(wish: Wish, microbatches: int | None) -> None:
-    if microbatches is not None and not _is_count(microbatches):
-        raise InputError(f"microbatches must be a whole number >= 1, or None to choose, got {microbatches!r}")
-    if wish.stages is not None and not _is_count(wish.stages):
-        raise InputError(f"stages must be a whole number >= 1, or None to choose, got {wish.stages!r}")
-    if wish.recompute not in (True, False, "auto"):
-        raise InputError(f"recompute must be True, False or 'auto', got {wish.recompute!r}")
-    if not isinstance(wish.schedule, str):
-        raise InputError(f"schedule must be a name or 'auto', got a {type(wish.schedule).__name__}")
-    if not (isinstance(wish.seconds, (int, float)) and 0 < wish.seconds < math.inf):
-        raise InputError(f"seconds must be a number > 0, got {wish.seconds!r}")
+def _check(microbatches: Any, stages: Any, schedule: Any, recompute: Any, seconds: Any) -> None:
+    for what, count in (("microbatches", microbatches), ("stages", stages)):
+        if count is not None and not _is_count(count):
+            raise InputError(f"{what} must be a whole number >= 1, or None to choose, got {count!r}")
+    if recompute not in (True, False, "auto"):
+        raise InputError(f"recompute must be True, False or 'auto', got {recompute!r}")
+    if not isinstance(schedule, str):
+        raise InputError(f"schedule must be a name or 'auto', got a {type(schedule).__name__}")
+    if not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+        raise InputError(f"seconds must be a number > 0, got {seconds!r}")
 
 
 def _is_count(value: Any) -> bool:
@@ -134,19 +142,19 @@ def _link(link: Link) -> tuple[float, float]:
     )
 
 
-def _given(profile: Profile | str | Path | Sequence[Block], microbatches: int | None, devices: int) -> list[Work]:
+def _given(profile: Profile | str | Path | Sequence[Block], microbatches: int | None, devices: int) -> Work:
     """The work that a profile, its file, or bare blocks describe."""
     count = microbatches or PER_DEVICE * devices
-    if isinstance(profile, Sequence) and not isinstance(profile, str):
-        return [Work(count, tuple(profile))]
     if isinstance(profile, (str, Path)):
-        from stageflow.plan.profile import Profile
-
         profile = Profile.from_json(profile)
-    return [Work(count, tuple(profile.blocks), tuple(profile.ties))]
+    if isinstance(profile, Profile):
+        return Work(count, profile.blocks, profile.ties)
+    if not (isinstance(profile, Sequence) and profile and all(isinstance(block, Block) for block in profile)):
+        raise InputError(f"profile= must be a Profile, its file, or a list of Block, got {type(profile).__name__}")
+    return Work(count, tuple(profile))
 
 
-class _Progress:
+class Progress:
     """A line on the terminal that says what goes on; nothing where nobody looks."""
 
     def __init__(self, shown: bool | None) -> None:

@@ -81,13 +81,18 @@ def _named(work: Work, wish: Wish) -> Shape:
     """The shape of a named schedule: its own placement, and as many stages as it usually has on so many devices."""
     if wish.schedule not in SCHEDULES:
         raise InputError(f"unknown schedule {wish.schedule!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
+    if wish.schedule == "forward_only":
+        raise InputError("schedule 'forward_only' has no backward, and a plan is for training")
     workers = len(wish.devices)
-    for chunks in range(1, len(work.blocks) // workers + 1):
-        stages = wish.stages or chunks * workers
-        usual = build_schedule(wish.schedule, stages=stages, microbatches=work.microbatches)
+    counts = [wish.stages] if wish.stages else range(workers, len(work.blocks) + 1, workers)
+    for stages in counts:
+        try:
+            usual = build_schedule(wish.schedule, stages=stages, microbatches=work.microbatches)
+        except InputError:  # not for this number of stages
+            continue
         if usual.n_workers == workers:
             return Shape(work, usual.placement, wish.schedule)
-        if wish.stages or usual.n_workers > workers:
+        if usual.n_workers > workers:
             break
     stages = wish.stages or workers
     built = build_schedule(wish.schedule, stages=stages, microbatches=work.microbatches, workers=workers)

@@ -1,17 +1,94 @@
-"""The same model at several sizes of a micro-batch: measured at two, worked out between them. Torch-free."""
+"""One model at several sizes of micro-batch: measured at the smallest and the largest, worked out between them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from stageflow.errors import SplitError
+from stageflow.errors import InputError, SplitError
 from stageflow.plan.partition import Block
+from stageflow.plan.profile import Profile, profile_model
+from stageflow.plan.shapes import Work
 
 _PER_SAMPLE = (
     *("forward", "backward", "backward_input", "backward_weight"),
     *("activation", "entry", "exit", "deferred", "boundary", "output"),
 )
+
+
+class Sizes:
+    """Profiles of a model, each size measured once.
+
+    samples: of the whole batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        example: Any,
+        at_least: int,
+        options: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        """at_least: blocks. options: of `profile_model`. Raises InputError for an example without a batch."""
+        if "microbatch" in options:
+            raise InputError("microbatch= follows from the example and microbatches=: leave it out")
+        self._model, self._example = model, example
+        self._options = {"at_least": at_least, **options}
+        self._tell = tell
+        self._profiles: dict[int, Profile] = {}
+        self.samples = batch_size(example, options.get("batch_dims") or {})
+
+    @property
+    def model(self) -> str:
+        """The class of the model; known once something was measured."""
+        return next(iter(self._profiles.values())).model
+
+    def works(self, microbatches: int | None, devices: int) -> list[Work]:
+        """What there is to choose from. microbatches: as given by the user; None leaves it open."""
+        if microbatches is not None:
+            return [self.work(microbatches)]
+        counts = counts_to_try(self.samples, devices)
+        few, many = self.work(counts[0]), self.work(counts[-1])
+        small, large = self.samples // counts[-1], self.samples // counts[0]
+        inner = [
+            Work(count, between(many.blocks, few.blocks, (self.samples // count - small) / (large - small)), few.ties)
+            for count in counts[1:-1]
+        ]
+        return [few, *inner, *[many] * (len(counts) > 1)]
+
+    def work(self, microbatches: int) -> Work:
+        """Measured, for so many micro-batches."""
+        profile = self._profile(microbatches)
+        return Work(microbatches, profile.blocks, profile.ties)
+
+    def measured(self, microbatches: int) -> bool:
+        """Whether this size was."""
+        return microbatches in self._profiles
+
+    def _profile(self, microbatches: int) -> Profile:
+        if microbatches not in self._profiles:
+            if self.samples % microbatches:
+                fitting = [count for count in range(1, self.samples + 1) if self.samples % count == 0]
+                raise InputError(
+                    f"microbatches={microbatches} does not cut {self.samples} samples into equal parts: choose from "
+                    f"{', '.join(map(str, fitting))}, or give another batch"
+                )
+            size = self.samples // microbatches
+            self._tell(f"measuring micro-batches of {size}")
+            self._profiles[microbatches] = profile_model(self._model, self._example, microbatch=size, **self._options)
+        return self._profiles[microbatches]
+
+
+def batch_size(example: Any, dims: Mapping[str, int | None]) -> int:
+    """Samples of an example batch. Raises InputError where nothing in it can be cut."""
+    from stageflow.runtime.batch import cut_batch
+    from stageflow.split.request import as_call
+
+    args, kwargs = as_call(example)
+    dims = {name: dim for name, dim in dims.items() if name in kwargs or name.isdigit()}
+    return sum(cut_batch(args, kwargs, None, 1, dims).layout.sizes)
 
 
 def counts_to_try(samples: int, devices: int) -> list[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stageflow as sf
-from stageflow.errors import InputError, LaunchError, StageFailed
+from stageflow.errors import InputError, LaunchError, StageFailed, WorkerHung
 
 SIZES = (3, 3, 2, 2)
 
@@ -127,5 +129,49 @@ def differ(_: str) -> None:
     print("refused")
 
 
+class OddWithThree(nn.Module):
+    """Does what it is told to on rank 0 for a batch of three, which only the example gives."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.do = do
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3 and os.environ["RANK"] == "0":
+            self.do()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def wait(_: str) -> None:
+    """Splitting may take longer than any message."""
+    x = torch.randn(8, 4)
+    model = OddWithThree(partial(time.sleep, 4.0))
+    with sf.Pipeline(model, 2, 2, loss=F.mse_loss, timeout=6.0, example=(torch.randn(6, 4),)) as pipe:
+        assert pipe.train_step(x, target=x).isfinite()
+    print("waited")
+
+
+def stop(folder: str) -> None:
+    """A rank 0 that is stopped while it splits is found by its silence."""
+    note = Path(folder) / "pid"
+
+    def stop_here() -> None:
+        if not note.exists():  # splitting runs the model more than once
+            note.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with sf.Pipeline(OddWithThree(stop_here), 2, 2, loss=F.mse_loss, timeout=2.0, example=(torch.randn(6, 4),)) as pipe:
+        started = time.monotonic()
+        with pytest.raises(WorkerHung, match="no sign of life"):
+            pipe.train_step(torch.randn(8, 4), target=torch.randn(8, 4))
+        if os.environ["RANK"] == "1":
+            assert time.monotonic() - started < 30.0
+            os.kill(int(note.read_text()), signal.SIGCONT)
+    print("found")
+
+
 if __name__ == "__main__":
-    {"train": train, "fail": fail, "differ": differ}[sys.argv[1]](sys.argv[2])
+    {"train": train, "fail": fail, "differ": differ, "wait": wait, "stop": stop}[sys.argv[1]](sys.argv[2])

@@ -110,14 +110,14 @@ def decide(records: Sequence[Record], call: int, *, patience_over: bool) -> Deci
     """
     missing = tuple(rank for rank, record in enumerate(records) if record.call < call)
     troubles = {rank: r.trouble for rank, r in enumerate(records) if r.call == call and r.trouble is not None}
+    cause = min(troubles, key=lambda rank: (WEIGHT[troubles[rank].kind], troubles[rank].when, rank), default=None)
     for record in records:
         if record.call == call and record.verdict is not None:
-            return Decision(record.verdict, missing=missing)
+            return Decision(record.verdict, cause, missing)
     if missing and not patience_over:
         return Decision("waiting", missing=missing)
-    if not troubles:
+    if cause is None:
         return Decision("hung" if missing else "done", missing=missing)
-    cause = min(troubles, key=lambda rank: (WEIGHT[troubles[rank].kind], troubles[rank].when, rank))
     kind = troubles[cause].kind
     if kind == "timeout":
         return Decision("hung", cause, missing)

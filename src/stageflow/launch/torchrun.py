@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from stageflow.errors import LaunchError, PipelineClosed, StageFailed, WorkerDied, WorkerHung
+from stageflow.errors import LaunchError, PipelineClosed, StageFailed, TransportError, WorkerDied, WorkerHung
 from stageflow.launch.agreement import Decision, Patience, Record, Trouble, decide, failing
 from stageflow.launch.base import WorkerContext
 from stageflow.launch.devices import choose_devices
@@ -147,7 +147,9 @@ class TorchrunGroup:
             )
         if decision.kind == "hung":
             lines = "".join(f"\n  worker {rank}: {line}" for rank, line in enumerate(self._lines()))
-            return WorkerHung(f"no worker made progress for {timeout:g} s; the group is closed{lines}")
+            trouble = None if decision.cause is None else records[decision.cause].trouble
+            said = "" if trouble is None else f"\n  worker {decision.cause} raised {trouble.what}"
+            return WorkerHung(f"no worker made progress for {timeout:g} s; the group is closed{lines}{said}")
         assert decision.cause is not None
         trouble = records[decision.cause].trouble
         assert trouble is not None
@@ -158,6 +160,16 @@ class TorchrunGroup:
             return self._notes.lines()
         except RuntimeError:
             return []
+
+    def shown_by(self, rank: int) -> str:
+        """What a rank showed of itself last, "doing for 1.5 s": while its call runs, another text every moment.
+
+        Raises TransportError where the job's store is gone, and the rank or agent that held it.
+        """
+        try:
+            return self._notes.lines()[rank]
+        except RuntimeError as error:
+            raise TransportError(f"the job's store is gone, and whoever held it: {error}") from error
 
     def broadcast_object(self, value: T | None, source: int = 0) -> T:
         """The value of rank ``source``, on every rank; small and plain, or of classes all ranks have."""

@@ -6,6 +6,7 @@ exchange afterwards goes through their endpoints, whose waits end when any rank 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stageflow.checkpoint import Progress, Saving, write_config
-from stageflow.errors import LaunchError, SplitError
+from stageflow.errors import LaunchError, SplitError, TransferTimeout
 from stageflow.graph import Bundle, StageProgram, StageSpec
 from stageflow.launch.torchrun import TorchrunGroup, join_torchrun
 from stageflow.observe.events import Event
@@ -27,10 +28,15 @@ from stageflow.runtime.random import Generators
 from stageflow.schedule.actions import Orders
 from stageflow.split import Split
 from stageflow.train.crew import Crew, StepResult, TrainingWorker, Wanted
-from stageflow.transport.base import Tag
+from stageflow.transport.base import Endpoint, Tag
 from stageflow.transport.structure import flatten, unflatten
 
 T = TypeVar("T")
+
+_LOOK_EVERY = 1.0  # seconds between looks at rank 0 while it splits the model
+_SILENCE = (
+    60.0  # seconds without its sign of life, which comes five times a second unless something holds Python's lock
+)
 
 
 class _Elsewhere(StageSpec):
@@ -76,9 +82,12 @@ class Ranks:
 
     def _share_split(self, make: Callable[[], Split], placement: Sequence[int]) -> Split:
         endpoint, rank = self._group.context.endpoint(), self._group.rank
+        board = self._group.context.board
         if rank != 0:
-            packed = endpoint.recv(Tag(0, "split", 0, rank, 0), self._timeout).tensors["split"]
+            board.set("waiting for the split", "rank 0 to split the model")
+            packed = self._await_split(endpoint).tensors["split"]
             return cloudpickle.loads(packed.numpy().tobytes())  # type: ignore[no-any-return]
+        board.set("splitting the model")
         split = make()
         own = split
         for peer in range(self._group.size):
@@ -90,6 +99,29 @@ class Ranks:
                 message = Bundle({"split": torch.frombuffer(packed, dtype=torch.uint8)})
                 endpoint.send(peer, Tag(0, "split", 0, peer, 0), message)
         return own
+
+    def _await_split(self, endpoint: Endpoint) -> Bundle:
+        """The message with this rank's split, for as long as rank 0 lives and works on it.
+
+        Splitting a large model may take longer than any message, and nobody could say how long. A rank 0 that raises or
+        dies ends the wait by its interrupt or its connection, within moments; one that was stopped, or whose machine
+        is gone without a word, falls silent.
+        """
+        tag = Tag(0, "split", 0, self._group.rank, 0)
+        shown, since = "", time.monotonic()
+        while True:
+            try:
+                return endpoint.recv(tag, _LOOK_EVERY)
+            except TransferTimeout:
+                now = time.monotonic()
+                line = self._group.shown_by(0)
+                if line != shown:
+                    shown, since = line, now
+                elif now - since > min(self._timeout, _SILENCE):
+                    raise TransferTimeout(
+                        f"rank 0 was splitting the model and has given no sign of life for {now - since:.0f} s; the "
+                        f"last was: {line}"
+                    ) from None
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank; what has a plain form."""

@@ -15,7 +15,7 @@ from stageflow.errors import InputError
 from stageflow.plan.choose import choose, judge
 from stageflow.plan.partition import Block, Device
 from stageflow.plan.profile import Profile
-from stageflow.plan.shapes import AUTO, Wish, Work
+from stageflow.plan.shapes import AUTO, PER_DEVICE, Wish, Work
 from stageflow.plan.sizes import Sizes
 from stageflow.plan.words import bytes_of
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
 
 Link = tuple[float, float | str]
-PER_DEVICE = 4  # micro-batches, where there is nothing to choose them by
 
 
 def make_plan(

@@ -152,6 +152,12 @@ class Plan:
         """A size as this plan tells it: ``12.3 MiB``."""
         return size_words(size, plain=self.unit is not None)
 
+    def outlook(self) -> str:
+        """What a step will take, and what is proved about all other schedules, in two lines."""
+        from stageflow.plan.table import gap_line, step_line
+
+        return f"{step_line(self)}\n{gap_line(self)}"
+
     def describe(self) -> str:
         """The whole plan as a table with what speaks against it and what to change for more."""
         from stageflow.plan.table import describe

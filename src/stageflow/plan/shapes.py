@@ -13,6 +13,7 @@ from stageflow.schedule.placement import contiguous, fold, loop
 
 AUTO = "auto"
 MOST_CHUNKS = 2
+PER_DEVICE = 4  # micro-batches, where there is nothing to choose them by
 
 
 @dataclass(frozen=True)

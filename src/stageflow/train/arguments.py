@@ -6,14 +6,16 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
 from stageflow.errors import InputError
+from stageflow.plan.shapes import AUTO, PER_DEVICE
 from stageflow.runtime.stage import Recompute
-from stageflow.schedule import Schedule
+from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.transport.cores import usable_cores
 
 LONGEST_TIMEOUT = 1e8  # three years, which the system's clocks still take: math.inf means for ever
@@ -43,23 +45,40 @@ def check_model(model: Any) -> Model:
     return cast(Model, model)
 
 
-def count_stages(stages: int | Literal["auto"], schedule: str | Schedule, device: str | Sequence[str]) -> int:
-    """The number of stages: as given, as in the schedule, or "auto" as many as there are devices."""
+def count_stages(
+    stages: int | Literal["auto"], schedule: str | Schedule, device: str | Sequence[str], workers: int | None
+) -> int:
+    """The number of stages: as given, as in the schedule, or "auto": as many as suit the schedule on all devices."""
     if isinstance(schedule, Schedule) and stages == "auto":
         return schedule.n_stages
     if stages == "auto":
-        if not isinstance(device, str):
-            return len(device)
-        if device.startswith("cuda"):
-            return max(1, torch.cuda.device_count())
-        return usable_cores()
+        return _stages_on(workers or count_devices(device), schedule)
     if not _is_whole(stages, 1):
         raise InputError(f"stages must be a whole number >= 1 or 'auto', got {stages!r}")
     return stages
 
 
+def count_devices(device: str | Sequence[str]) -> int:
+    """How many there are to run workers on; of the CPU, cores."""
+    if not isinstance(device, str):
+        return len(device)
+    if device.startswith("cuda"):
+        return max(1, torch.cuda.device_count())
+    return usable_cores()
+
+
+def _stages_on(workers: int, schedule: str | Schedule) -> int:
+    """One stage per worker, or two where the schedule is made for that."""
+    if schedule in SCHEDULES:
+        for stages in (workers, 2 * workers):
+            with suppress(InputError):  # not for this number of stages
+                if build_schedule(str(schedule), stages=stages, microbatches=stages).n_workers == workers:
+                    return stages
+    return workers
+
+
 def count_microbatches(microbatches: int | None, stages: int, schedule: str | Schedule) -> int:
-    """The number of micro-batches: as in the schedule, as given, or by default one per stage."""
+    """The number of micro-batches: as in the schedule, as given, or by default one per stage, for "auto" four."""
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.microbatches):
             raise InputError(
@@ -68,7 +87,7 @@ def count_microbatches(microbatches: int | None, stages: int, schedule: str | Sc
             )
         return schedule.microbatches
     if microbatches is None:
-        return stages
+        return PER_DEVICE * stages if schedule == AUTO else stages
     if not _is_whole(microbatches, 1):
         raise InputError(f"microbatches must be a whole number >= 1, got {microbatches!r}")
     return microbatches

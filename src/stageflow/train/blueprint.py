@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
 from stageflow.runtime.batch import TARGET
 from stageflow.runtime.command import WorkerSetup
+from stageflow.runtime.stage import StageOptions
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.split import Split
+from stageflow.train.planned import AUTO, recompute_of
 from stageflow.transport.structure import flatten
 
 if TYPE_CHECKING:
     from stageflow.plan import Plan
 
-AUTO = "auto"
 SHORT_SEARCH = 1.0  # seconds, for a batch that comes once in an epoch
 
 
 class Blueprint:
     """Decides, before and after the model is split, who runs what.
 
-    wanted: a schedule's name, a `Schedule`, or "auto". plan: the one that all this is from, if any.
+    wanted: a schedule's name, a `Schedule`, or "auto": then `decide` has to tell before the model is split, and until
+        then there is only the number of workers. plan: the one that all this is from, if any.
     """
 
     def __init__(
-        self, stages: int, microbatches: int, wanted: str | Schedule, workers: int | None, plan: Plan | None = None
+        self,
+        stages: int,
+        microbatches: int,
+        wanted: str | Schedule,
+        workers: int | None,
+        plan: Plan | None = None,
+        *,
+        any_stages: bool = False,
     ) -> None:
-        """Raises InputError or ScheduleError for what can't be."""
+        """any_stages: with "auto", whether the number of stages is to be decided as well.
+
+        Raises InputError or ScheduleError for what can't be.
+        """
         if isinstance(wanted, Schedule):
             if wanted.n_stages != stages:
                 raise InputError(f"the schedule {wanted.name!r} is for {wanted.n_stages} stages, stages={stages}")
@@ -40,6 +53,8 @@ class Blueprint:
         self._wanted = wanted
         self._workers = workers
         self.plan = plan
+        self.undecided = wanted == AUTO
+        self.any_stages = any_stages
         self._split: Split | None = None
         self._shown: frozenset[str] = frozenset()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
@@ -58,6 +73,25 @@ class Blueprint:
     def split(self, split: Split) -> None:
         self._split = split
         self._schedules.clear()
+
+    def decide(self, plan: Plan) -> None:
+        """Take over the plan that "auto" came to, for these same workers and micro-batches."""
+        self.plan = plan
+        self.undecided = False
+        self.stages = len(plan.stages)
+        self._wanted = plan.schedule
+        self._schedules.clear()
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers; known from the start."""
+        assert self._workers is not None
+        return self._workers
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """What the plan tells `split_model`."""
+        return {} if self.plan is None else {"boundaries": self.plan.boundaries}
 
     def show(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Tell what the model is split with; it says who reads just those arguments that hold tensors there."""
@@ -81,7 +115,7 @@ class Blueprint:
     def _training(self, microbatches: int) -> Schedule:
         wanted = self._wanted
         if not isinstance(wanted, Schedule):
-            return self._fastest(microbatches) if wanted == AUTO else self._build(wanted, microbatches)
+            return self._build("1f1b" if wanted == AUTO else wanted, microbatches)
         if microbatches != wanted.microbatches:
             if self.plan is not None:
                 return self._planned(self.plan, microbatches)
@@ -106,22 +140,6 @@ class Blueprint:
         )
         return Schedule(plan.schedule.name, self._graph, plan.placement, microbatches, found.schedule.orders)
 
-    def _fastest(self, microbatches: int) -> Schedule:
-        """The schedule that takes least time by simulation, for F, I and W of equal time, in the memory of 1F1B."""
-        plain = self._build("1f1b", microbatches)
-        limit = plain.validate().peak_activations
-        best, best_time = plain, plain.simulate().makespan
-        for name in SCHEDULES:
-            try:
-                candidate = self._build(name, microbatches)
-            except InputError:  # not for this number of stages or workers
-                continue
-            peaks = candidate.validate().peak_activations
-            fits = candidate.has_backward and len(peaks) == len(limit) and max(peaks) <= max(limit)
-            if fits and candidate.simulate().makespan < best_time:
-                best, best_time = candidate, candidate.simulate().makespan
-        return best
-
     def _build(self, name: str, microbatches: int) -> Schedule:
         return build_schedule(
             name, stages=self.stages, microbatches=microbatches, workers=self._workers, graph=self._graph
@@ -145,6 +163,9 @@ class Blueprint:
         split = self._split
         assert split is not None
         schedule = self.schedule_for(self.microbatches)
+        options: StageOptions = shared["options"]
+        if self.plan is not None and options.recompute is None:
+            shared["options"] = replace(options, recompute=recompute_of(self.plan))
         return [
             WorkerSetup(
                 graph=split.graph,

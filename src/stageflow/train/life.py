@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,11 @@ from stageflow.split import Split, split_model
 from stageflow.train.arguments import Model, model_facts
 from stageflow.train.blueprint import Blueprint
 from stageflow.train.crew import Crew
+from stageflow.train.planned import plan_for
 from stageflow.train.start import Launch, start_crew
+
+if TYPE_CHECKING:
+    from stageflow.plan import Plan
 
 
 class Life:
@@ -105,14 +109,19 @@ class Life:
 
         def split() -> Split:
             example = inputs.copied_inputs()  # the model runs on them, and may write into them
-            return split_model(self._model, example, stages=blueprint.stages, **self._splitting)
+            return split_model(self._model, example, stages=blueprint.stages, **{**self._splitting, **blueprint.cuts})
 
         if self._launch == "torchrun":
-            return self._join_ranks(split)
+            return self._join_ranks(inputs, split)
+        if blueprint.undecided:
+            blueprint.decide(self._plan(inputs))
         blueprint.split = split()
         return start_crew(self._launch == "threads", blueprint.worker_setups(**self._setting_up), **self._starting)
 
-    def _join_ranks(self, split: Callable[[], Split]) -> Crew:
+    def _plan(self, inputs: MicroBatch) -> Plan:
+        return plan_for(self._model, inputs, self._blueprint, self._splitting, self._starting, self._setting_up)
+
+    def _join_ranks(self, inputs: MicroBatch, split: Callable[[], Split]) -> Crew:
         from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
 
         blueprint = self._blueprint
@@ -120,6 +129,12 @@ class Life:
         facts = model_facts(self._model) | {"stages": blueprint.stages, "schedule": str(schedule)}
         ranks = Ranks(schedule.n_workers, self._starting["devices"], self._starting["timeout"], facts)
         try:
+            if blueprint.undecided:
+                from stageflow.plan import Plan
+
+                # measured times differ from rank to rank: one decides for all
+                plans = ranks.run(lambda: ranks.exchange(self._plan(inputs).to_json() if ranks.group.rank == 0 else ""))
+                blueprint.decide(Plan.from_json(plans[0]))
             blueprint.split = ranks.share_split(split, blueprint.placement)
             return RankCrew(ranks, blueprint.worker_setups(**self._setting_up))
         except BaseException:

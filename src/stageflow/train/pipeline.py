@@ -14,10 +14,10 @@ from stageflow.checkpoint import Progress, open_checkpoint
 from stageflow.errors import InputError
 from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
 from stageflow.runtime.command import StepCommand
-from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.loss import LossFunction, takes_target
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
 from stageflow.runtime.stage import Recompute, StageOptions
+from stageflow.runtime.state import StateKind
 from stageflow.schedule import Schedule
 from stageflow.split import Split
 from stageflow.split.request import as_call
@@ -139,9 +139,11 @@ class Pipeline:
         given = {"stages": stages, "microbatches": microbatches, "schedule": schedule, "workers": workers}
         given |= {"boundaries": boundaries, "balance": balance, "recompute": recompute}
         wanted = follow(check_plan(plan), given)
-        self.stages = count_stages(wanted["stages"], wanted["schedule"], device)
-        self.microbatches = count_microbatches(wanted["microbatches"], self.stages, wanted["schedule"])
-        self._blueprint = Blueprint(self.stages, self.microbatches, wanted["schedule"], wanted["workers"], plan)
+        count = count_stages(wanted["stages"], wanted["schedule"], device, wanted["workers"])
+        self.microbatches = count_microbatches(wanted["microbatches"], count, wanted["schedule"])
+        self._blueprint = Blueprint(
+            count, self.microbatches, wanted["schedule"], wanted["workers"], plan, any_stages=stages == "auto"
+        )
         self._reduction: Reduction = reduction
         self._example = None if example is None else as_call(example)
         self._batch_dims = dict(batch_dims or {})
@@ -151,8 +153,7 @@ class Pipeline:
         self._seed = seed
         self._dtype = dtype
         self._optimizes = optimizer is not None
-        recomputing = check_recompute(wanted["recompute"], self.stages)
-        self._recompute = recomputing if isinstance(recomputing, tuple) else (recomputing,) * self.stages
+        self._recompute = check_recompute(wanted["recompute"], count)
         self._life = Life(
             self._model,
             self.launch,
@@ -161,7 +162,7 @@ class Pipeline:
             splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"]},
             starting={"devices": device, "threads": threads, "timeout": timeout},
             setting_up={
-                "options": StageOptions(loss, recomputing, check_finite, autocast),
+                "options": StageOptions(loss, self._recompute, check_finite, autocast),
                 "optimizer": OptimizerOptions(optimizer, lr_scheduler, parameter_groups, max_grad_norm),
                 "seed": seed,
                 "device": "cpu",
@@ -378,8 +379,22 @@ class Pipeline:
             return self._life.split("split")
 
     @property
+    def stages(self) -> int:
+        """How many. Raises InputError while "auto" has not decided it."""
+        if self._blueprint.undecided and self._blueprint.any_stages:
+            raise InputError(f"the number of stages is not decided yet: {self._decides()}")
+        return self._blueprint.stages
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that this pipeline follows: the one given, or the one that "auto" made; None where there is none."""
+        return self._blueprint.plan
+
+    @property
     def schedule(self) -> Schedule:
-        """The schedule of a full batch."""
+        """The schedule of a full batch. Raises InputError while "auto" has not decided it."""
+        if self._blueprint.undecided:
+            raise InputError(f"the schedule is not decided yet: {self._decides()}")
         return self._blueprint.schedule_for(self.microbatches)
 
     @property
@@ -408,18 +423,34 @@ class Pipeline:
 
         Asks no worker and starts none, so any rank may print its pipeline by itself, also in the middle of a step.
         """
+        if self._blueprint.undecided:
+            return f"{self!r}\n{self._blueprint.n_workers} workers, schedule 'auto': {self._decides()}"
         happens_with = "the first batch" if self._example is None else "the example, once the workers are needed,"
-        return str(
+        shown = str(
             Description(
                 repr(self),
                 self.schedule,
                 self._blueprint.split,
                 happens_with,
-                [way is not None for way in self._recompute],
+                self._recomputes(),
                 self._dtype,
                 self._memory,
             )
         )
+        return shown if self.plan is None else f"{shown}\nplanned: {self.plan.outlook()}"
+
+    def _decides(self) -> str:
+        """What has to happen for "auto" to decide."""
+        by = "the first batch" if self._example is None else "the example, once the workers are needed,"
+        return f"{by} is run to measure the model, which decides stages, placement and order"
+
+    def _recomputes(self) -> list[bool]:
+        """Per stage, whether it runs its forward again."""
+        given = self._recompute
+        if given is None and self.plan is not None:
+            return list(self.plan.recompute)
+        ways = given if isinstance(given, tuple) else (given,) * self.stages
+        return [way is not None for way in ways]
 
     __str__ = describe
 
@@ -430,9 +461,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         state = "closed" if self._life.closed else "running" if self._life.started else "not started"
-        return (
-            f"<stageflow.Pipeline stages={self.stages} microbatches={self.microbatches} launch={self.launch!r} {state}>"
-        )
+        stages = "'auto'" if self._blueprint.undecided and self._blueprint.any_stages else self.stages
+        return f"<stageflow.Pipeline stages={stages} microbatches={self.microbatches} launch={self.launch!r} {state}>"
 
     # ----------------------------------------------------------------------------------------------------- end
 

@@ -152,10 +152,14 @@ def linear(put_off: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None, tran
     leaves = (weight if weight.requires_grad else None, bias if bias is not None and bias.requires_grad else None)
     if not _can_put_off(put_off, x, leaves):
         return F.linear(x, weight.t() if transposed else weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
+    if _is_autocast_on(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _Linear.apply(x, weight, bias, put_off, leaves, transposed)  # type: ignore[no-any-return]
+
+
+def _is_autocast_on(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch knows no autocast there and raises
 
 
 def _can_put_off(put_off: PutOff, x: Tensor, leaves: tuple[Tensor | None, ...]) -> bool:
@@ -236,7 +240,7 @@ def _convolution_forward(
     leaves = (weight if weight.requires_grad else None, bias if bias is not None and bias.requires_grad else None)
     dims = len(layer.kernel_size)
     simple = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and x.dim() == dims + 2
-    if not simple or torch.is_autocast_enabled(x.device.type) or not _can_put_off(layer._put_off, x, leaves):
+    if not simple or _is_autocast_on(x) or not _can_put_off(layer._put_off, x, leaves):
         return plain(x, weight, bias)
     settings = (list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
     return _Convolution.apply(x, weight, bias, layer._put_off, leaves, settings)  # type: ignore[no-any-return]
@@ -258,7 +262,7 @@ class _AttentionLayer:
             and self.bias_k is None
             and not self.add_zero_attn
             and not query.is_nested
-            and not torch.is_autocast_enabled(query.device.type)
+            and not _is_autocast_on(query)
         )
         if not simple or not _can_put_off(self._put_off, query, tuple(p for p in leaves if p is not None)):
             return super().forward(query, key, value, *args, **kwargs)  # type: ignore[misc]

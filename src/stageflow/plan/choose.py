@@ -1,9 +1,9 @@
 """Chooses cuts, placement, recomputation, number of micro-batches and schedule together. Pure.
 
 Every shape (a number of micro-batches, of stages per device, and a placement) gets its best cuts by the model of a
-step, then a quick search for its schedule. Shapes whose lower bound is no better than the best step found are proved
-to lose and go; the others share the rest of the time. On the way cuts move by a block, and stages stop recomputing,
-wherever the simulated step gets shorter by it.
+step, then a quick search for its schedule. Cuts move by a block, and stages stop recomputing, wherever the simulated
+step gets shorter by it. Shapes whose bound with these cuts is no better than the best step found go; the best of the
+others share the rest of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from stageflow.errors import SplitError, StageflowError
 from stageflow.plan.advice import advise, moved_cuts
-from stageflow.plan.bounds import lower_bound
+from stageflow.plan.bounds import Bound, lower_bound
 from stageflow.plan.partition import Device, split_chain
 from stageflow.plan.plan import Plan
 from stageflow.plan.search import find_schedule
@@ -54,7 +54,8 @@ def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Te
     for number, draft in enumerate(drafts):
         tell(f"schedules of {draft.shape}")
         try:
-            found.append(_schedule(draft, wish, names, QUICK * wish.seconds / len(drafts), number))
+            plan = _schedule(draft, wish, names, QUICK * wish.seconds / len(drafts), number)
+            found.append(_move(plan, wish, MOVES // len(drafts)))
         except StageflowError as error:
             refusals.append((draft.shape, error))
     if not found:
@@ -171,33 +172,36 @@ def _check_memory(plan: Plan) -> None:
 
 def _improve(plan: Plan, wish: Wish, seconds: float) -> Plan:
     """Better cuts for its orders, then better orders for its cuts."""
-    moved = _move(plan, wish)
+    moved = _move(plan, wish, MOVES)
     draft = Draft(
         Shape(Work(plan.microbatches, plan.blocks, plan.ties), plan.placement, ""), moved.cuts, moved.recompute
     )
     names = {"model": plan.model, "samples": plan.samples, "unit": plan.unit}
-    found = _schedule(draft, wish, names, seconds, 0)
-    if moved.step < found.step:
-        found = dataclasses.replace(moved, bound=found.bound)
-    return min(plan, found, key=lambda plan: plan.step)
+    return min(moved, _schedule(draft, wish, names, seconds, 0), key=lambda plan: plan.step)
 
 
-def _move(plan: Plan, wish: Wish) -> Plan:
-    """Move cuts by a block, and let stages keep what they would recompute, as long as the same orders get faster."""
-    actions = sum(map(len, plan.schedule.orders))
-    tries = MOVES // max(1, actions)
-    better = True
+def _move(plan: Plan, wish: Wish, actions: int) -> Plan:
+    """Move cuts by a block, and let stages keep what they would recompute, as long as the same orders get faster.
+
+    actions: how many to simulate at most.
+    """
+    tries = actions // sum(map(len, plan.schedule.orders))
+    moved, better = plan, True
     while better:
         better = False
-        for changes in _changes(plan, wish):
-            if tries <= 0:
-                return plan
-            other = dataclasses.replace(plan, **changes)
+        for changes in _changes(moved, wish)[:tries]:
+            other = dataclasses.replace(moved, **changes)
             tries -= 1
-            if other.step < plan.step * (1 - 1e-9) and other.fits:
-                plan, better = other, True
+            if other.step < moved.step * (1 - 1e-9) and other.fits:
+                moved, better = other, True
                 break
-    return plan
+    return plan if moved is plan else dataclasses.replace(moved, bound=_bound(moved))
+
+
+def _bound(plan: Plan) -> Bound:
+    return lower_bound(
+        plan.costs, plan.placement, plan.microbatches, footprint=plan.footprint, memory=_limits(plan.devices)
+    )
 
 
 def _changes(plan: Plan, wish: Wish) -> list[dict[str, Any]]:

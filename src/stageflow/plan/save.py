@@ -93,7 +93,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
-        return "inf"
+        return str(value)
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value
@@ -104,8 +104,8 @@ def _numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    if value == "inf":
-        return math.inf
+    if value in ("inf", "-inf"):
+        return float(value)
     return _numbers(value) if isinstance(value, dict) else value
 
 

@@ -7,12 +7,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tqdm import tqdm
 
 from stageflow.errors import InputError
 from stageflow.plan.choose import choose, judge
+from stageflow.plan.devices import Accelerator, accelerator
 from stageflow.plan.partition import Block, Device
 from stageflow.plan.profile import Profile
 from stageflow.plan.shapes import AUTO, PER_DEVICE, Wish, Work
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
 
 Link = tuple[float, float | str]
+Place = Device | Accelerator | str
 
 
 def make_plan(
     model: Any = None,
     example: Any = None,
     *,
-    devices: int | Sequence[Device | str],
+    devices: int | Sequence[Place],
     memory: str | float | None = None,
     link: Link | None = None,
     microbatches: int | None = None,
@@ -48,7 +50,7 @@ def make_plan(
 
     model, example: as for `Pipeline`: any module, a list of modules, or a function that builds one; inputs in a
         batch's size. Not needed where there is a ``profile``.
-    devices: how many equal ones, or a list with one per worker: a `Device`, or the name of an accelerator (see
+    devices: how many equal ones, or a list with one per worker: of `Device`, or of names of accelerators (see
         docs/measuring.md). With names nothing is run: times are counted for these accelerators.
     memory: of every device, in bytes or words ("40GiB"); None: what the devices say, else no limit.
     link: between neighbouring devices: (seconds of latency, bytes per second), the latter also in words ("25GB");
@@ -69,7 +71,7 @@ def make_plan(
     memory, with the numbers.
     """
     _check(microbatches, stages, schedule, recompute, seconds)
-    given = _devices(devices, memory, link)
+    given, accelerators = _devices(devices, memory, link)
     wish = Wish(given, schedule, recompute, stages, seconds, seed)
     names = {"model": name or "a profile", "samples": 0, "unit": unit}
     with Progress(progress) as say:
@@ -77,11 +79,14 @@ def make_plan(
             if model is not None or example is not None or measuring:
                 extra = ", ".join(["model and example", *measuring])
                 raise InputError(f"profile= says what the model takes: leave {extra} out, or profile=")
+            if len(set(accelerators)) > 1:
+                raise InputError("a profile is of one device: give others as Device(speed=...), or a model to count")
             works = [_given(profile, microbatches, len(given))]
             return judge(choose(works, wish, names, say), wish, say)
         if model is None or example is None:
             raise InputError("make_plan needs a model and an example batch, or profile=")
-        sizes = Sizes(model, example, stages or len(given), measuring, say)
+        sizes = Sizes(model, example, stages or len(given), measuring, accelerators, say)
+        wish = dataclasses.replace(wish, devices=sizes.with_speeds(given, microbatches or sizes.samples))
         works = sizes.works(microbatches, len(given))
         names |= {"model": name or sizes.model, "samples": sizes.samples}
         plan = choose(works, wish, names, say)
@@ -107,27 +112,30 @@ def _is_count(value: Any) -> bool:
 
 
 def _devices(
-    devices: int | Sequence[Device | str], memory: str | float | None, link: Link | None
-) -> tuple[Device, ...]:
-    """One `Device` per worker; what is given for all wins over what a device says itself."""
+    devices: int | Sequence[Place], memory: str | float | None, link: Link | None
+) -> tuple[tuple[Device, ...], tuple[Accelerator, ...]]:
+    """One `Device` per worker, and the accelerators that they are where these were named.
+
+    What is given for all wins over what a device says itself.
+    """
+    accelerators: tuple[Accelerator, ...] = ()
     if _is_count(devices):
         chosen = [Device() for _ in range(devices)]  # type: ignore[arg-type]
-    elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
-        chosen = [_device(each) for each in devices]
-    else:
+    elif not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise InputError(f"devices must be a whole number >= 1, or a list of one per worker, got {devices!r}")
+    elif all(isinstance(each, Device) for each in devices):
+        chosen = list(cast("Sequence[Device]", devices))
+    elif all(isinstance(each, (str, Accelerator)) for each in devices):
+        accelerators = tuple(accelerator(each) for each in cast("Sequence[Accelerator | str]", devices))
+        chosen = [each.as_device() for each in accelerators]
+    else:
+        raise InputError(f"a list of devices must hold only Devices, or only accelerators or their names: {devices!r}")
     changes: dict[str, float] = {}
     if memory is not None:
         changes["memory"] = bytes_of(memory)
     if link is not None:
         changes["latency"], changes["bandwidth"] = _link(link)
-    return tuple(dataclasses.replace(device, **changes) for device in chosen)
-
-
-def _device(given: Device | str) -> Device:
-    if isinstance(given, Device):
-        return given
-    raise InputError(f"a device must be a Device or the name of an accelerator, got {given!r}")
+    return tuple(dataclasses.replace(device, **changes) for device in chosen), accelerators
 
 
 def _link(link: Link) -> tuple[float, float]:

@@ -82,8 +82,6 @@ def _named(work: Work, wish: Wish) -> Shape:
     """The shape of a named schedule: its own placement, and as many stages as it usually has on so many devices."""
     if wish.schedule not in SCHEDULES:
         raise InputError(f"unknown schedule {wish.schedule!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
-    if wish.schedule == "forward_only":
-        raise InputError("schedule 'forward_only' has no backward, and a plan is for training")
     workers = len(wish.devices)
     counts = [wish.stages] if wish.stages else range(workers, len(work.blocks) + 1, workers)
     for stages in counts:
@@ -91,6 +89,8 @@ def _named(work: Work, wish: Wish) -> Shape:
             usual = build_schedule(wish.schedule, stages=stages, microbatches=work.microbatches)
         except InputError:  # not for this number of stages
             continue
+        if usual.refusal or not usual.has_backward:
+            raise InputError(usual.refusal or f"schedule {wish.schedule!r} has no backward, and a plan is for training")
         if usual.n_workers == workers:
             return Shape(work, usual.placement, wish.schedule)
         if usual.n_workers > workers:

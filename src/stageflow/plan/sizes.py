@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stageflow.errors import InputError, SplitError
-from stageflow.plan.partition import Block
+from stageflow.plan.devices import Accelerator
+from stageflow.plan.partition import Block, Device
 from stageflow.plan.profile import Profile, profile_model
 from stageflow.plan.shapes import Work
 
@@ -29,13 +30,20 @@ class Sizes:
         example: Any,
         at_least: int,
         options: Mapping[str, Any],
+        accelerators: Sequence[Accelerator],
         tell: Callable[[str], None],
     ) -> None:
-        """at_least: blocks. options: of `profile_model`. Raises InputError for an example without a batch."""
+        """at_least: blocks. options: of `profile_model`. accelerators: of the workers; none: measure on what is here.
+
+        Raises InputError for an example without a batch.
+        """
         if "microbatch" in options:
             raise InputError("microbatch= follows from the example and microbatches=: leave it out")
         self._model, self._example = model, example
         self._options = {"at_least": at_least, **options}
+        self._accelerators = accelerators
+        if accelerators:
+            self._options["on"] = accelerators[0]
         self._tell = tell
         self._profiles: dict[int, Profile] = {}
         self.samples = batch_size(example, options.get("batch_dims") or {})
@@ -44,6 +52,23 @@ class Sizes:
     def model(self) -> str:
         """The class of the model; known once something was measured."""
         return next(iter(self._profiles.values())).model
+
+    def with_speeds(self, devices: Sequence[Device], microbatches: int) -> tuple[Device, ...]:
+        """The devices, each as fast as the whole model is on it beside the first."""
+        if len(set(self._accelerators)) < 2:
+            return tuple(devices)
+        times = {each: self._count(each, microbatches) for each in set(self._accelerators)}
+        first = times[self._accelerators[0]]
+        return tuple(
+            dataclasses.replace(device, speed=first / times[each])
+            for device, each in zip(devices, self._accelerators, strict=True)
+        )
+
+    def _count(self, on: Accelerator, microbatches: int) -> float:
+        """Seconds of the model's forward and backward for one micro-batch on an accelerator."""
+        size = self.samples // microbatches
+        profile = profile_model(self._model, self._example, microbatch=size, **self._options | {"on": on})
+        return profile.forward + profile.backward
 
     def works(self, microbatches: int | None, devices: int) -> list[Work]:
         """What there is to choose from. microbatches: as given by the user; None leaves it open."""

@@ -60,6 +60,8 @@ class Blueprint:
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         # every further schedule, of a smaller batch or after the split, has to be for these same workers
         schedule = self.schedule_for(microbatches)
+        if schedule.refusal is not None:
+            raise InputError(schedule.refusal)
         if not schedule.has_backward:  # a step would give a loss and learn nothing
             raise InputError(f"the schedule {schedule.name!r} has no backward, so it can't train")
         self._workers = schedule.n_workers

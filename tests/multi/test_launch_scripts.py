@@ -282,6 +282,66 @@ def test_the_server_being_killed_ends_the_workers_and_a_new_one_can_follow(tmp_p
     assert still_running(map(int, pids.split())) == []
 
 
+def test_a_server_that_dies_while_it_is_asked_is_named_and_the_next_start_works(tmp_path):
+    script = write(
+        tmp_path,
+        """
+        import signal, threading
+        from stageflow.errors import LaunchError, WorkerDied
+        from stageflow.launch.server import keep_warm
+        from stageflow.testing.leaks import no_leaks
+
+        def parent(ctx):
+            return type("Parent", (), {"pid": staticmethod(os.getppid)})()
+
+        with keep_warm():
+            with start_processes(parent, 1) as group:
+                [server] = group.call("pid", timeout=20)
+            os.kill(server, signal.SIGSTOP)  # so that it is asked before it is seen to be dead
+            threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()
+            try:
+                start_processes(Service, 2)
+            except (LaunchError, WorkerDied) as error:
+                print(type(error).__name__, error)
+            with start_processes(Service, 2) as group:
+                print(len(set(group.call("pid", timeout=20))))
+        with no_leaks(), start_processes(Service, 1) as group:
+            group.call("pid", timeout=20)
+        """,
+    )
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    told, count = done.stdout.splitlines()
+    assert re.match(r"LaunchError the process that starts workers died of signal 9|WorkerDied .*server process", told)
+    assert count == "2"
+
+
+def test_a_system_that_refuses_to_fork_is_told_as_such(tmp_path):
+    (tmp_path / "forks_once.py").write_text(
+        "import os\nfork, left = os.fork, [1]\n"
+        "def limited():\n"
+        "    left[0] -= 1\n"
+        "    if left[0] < 0: raise OSError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = limited\n"
+    )
+    script = write(
+        tmp_path,
+        """
+        from stageflow.errors import LaunchError
+        from stageflow.testing.leaks import no_leaks
+        with no_leaks():
+            try:
+                start_processes(Service, 2, preload=["forks_once"])
+            except LaunchError as error:
+                print(error)
+        """,
+    )
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the system refused to start worker 1 of 2: [Errno 11] Resource temporarily")
+
+
 def test_supervising_does_without_torch():
     done = run("-c", "import sys, stageflow.launch.processes, stageflow.launch.threads; print('torch' in sys.modules)")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -30,22 +30,47 @@ _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
 
 
 class _Resources:
-    """Everything a group holds of the system, apart from the group, so that it is freed whatever becomes of that."""
+    """Everything a group holds of the system, apart from the group, so that it is freed whatever becomes of that.
+
+    Raises LaunchError where the system has not enough of something; then nothing is held.
+    """
 
     def __init__(self, size: int, timeout: float, preload: Sequence[str]) -> None:
         self._owner = os.getpid()
         self._released = False
+        with contextlib.ExitStack() as opened:
+            try:
+                self._open(opened, size, timeout, preload)
+            except OSError as error:
+                raise LaunchError(
+                    f"the system has no room for {size} workers: {error}; see `stageflow doctor` for its limits"
+                ) from error
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack, size: int, timeout: float, preload: Sequence[str]) -> None:
         self.lease = Lease()
+        opened.callback(self.lease.release)
         if preload:
             self.lease.server.preload(preload)
-        self.zygote = self.lease.server.open_group(timeout)
         self.board = StatusBoard(size)
+        opened.callback(self.board.close)
         self.stop = StopSignal(self.board)
-        self.faults = [anonymous_file("stageflow-faults") for _ in range(size)]
-        pairs = [socket.socketpair() for _ in range(size)]
-        self.channels = [Channel(ours) for ours, _ in pairs]
-        self.workers_ends = [theirs for _, theirs in pairs]
+        opened.callback(self.stop.close)
+        self.faults: list[int] = []
+        self.channels: list[Channel] = []
+        self.workers_ends: list[socket.socket] = []
+        for _ in range(size):
+            self.faults.append(anonymous_file("stageflow-faults"))
+            opened.callback(os.close, self.faults[-1])
+            ours, theirs = socket.socketpair()
+            self.channels.append(Channel(ours))
+            self.workers_ends.append(theirs)
+            opened.callback(ours.close)
+            opened.callback(theirs.close)
+        self.zygote = self.lease.server.open_group(timeout)
+        opened.callback(self.zygote.close)
         self.selector = selectors.DefaultSelector()
+        opened.callback(self.selector.close)
         self.selector.register(self.zygote, selectors.EVENT_READ, None)
         for rank, channel in enumerate(self.channels):
             self.selector.register(channel, selectors.EVENT_READ, rank)
@@ -66,17 +91,7 @@ class _Resources:
             return
         self._released = True
         self.kill()
-        self.selector.close()
-        self.zygote.close()
-        for channel in self.channels:
-            channel.close()
-        for sock in self.workers_ends:
-            sock.close()
-        for fd in self.faults:
-            os.close(fd)
-        self.stop.close()
-        self.board.close()
-        self.lease.release()
+        self._opened.close()
 
 
 class ProcessGroup(SupervisedGroup):
@@ -104,16 +119,27 @@ class ProcessGroup(SupervisedGroup):
         super().__init__(size, held.board, grace)
         self._pids = [0] * size
         self._gone: set[int] = set()
-        common = {"do": "spawn", "size": size, "threads": threads, "cwd": os.getcwd(), "path": import_path()}
-        common["env"] = {**os.environ, **env}
-        with _output_fds() as outputs:
-            for rank, (_, fds) in enumerate(tickets):
-                own = [held.workers_ends[rank].fileno(), held.board.fd, held.stop.fd, held.faults[rank], *outputs]
-                zygote.send(held.zygote, {**common, "rank": rank, "device": devices[rank]}, [*own, *fds])
-                held.workers_ends[rank].close()
-        if wiring is not None:
-            opener, fds = wiring.ticket(size)
-            self._endpoint = opener([os.dup(fd) for fd in fds], self._driver_interrupt(held.selector.fileno()))
+        try:
+            common = {"do": "spawn", "size": size, "threads": threads, "cwd": os.getcwd(), "path": import_path()}
+            common["env"] = {**os.environ, **env}
+            with _output_fds() as outputs:
+                for rank, (_, fds) in enumerate(tickets):
+                    own = [held.workers_ends[rank].fileno(), held.board.fd, held.stop.fd, held.faults[rank], *outputs]
+                    self._spawn({**common, "rank": rank, "device": devices[rank]}, [*own, *fds])
+                    held.workers_ends[rank].close()
+            if wiring is not None:
+                opener, fds = wiring.ticket(size)
+                self._endpoint = opener([os.dup(fd) for fd in fds], self._driver_interrupt(held.selector.fileno()))
+        except BaseException:
+            self._release()
+            raise
+
+    def _spawn(self, message: dict[str, Any], fds: Sequence[int]) -> None:
+        try:
+            zygote.send(self._held.zygote, message, fds)
+        except OSError as error:
+            self._held.lease.server.lost = True
+            raise LaunchError(self._held.lease.server.obituary()) from error
 
     def _pack(self, method: str, per_worker: Sequence[Arguments], common: Sequence[Any]) -> list[Any]:
         leading = pack(tuple(common), f"{method or 'start'}(common)")
@@ -158,6 +184,11 @@ class ProcessGroup(SupervisedGroup):
         if "pid" in message:
             self._pids[message["rank"]] = message["pid"]
             return []
+        if "refused" in message:
+            raise LaunchError(
+                f"the system refused to start worker {message['rank']} of {self.size}: {message['refused']}; see "
+                "`stageflow doctor` for its limits"
+            )
         return [(message["rank"], message["exit"])]
 
     def _answers(self, rank: int) -> list[sv.Notice]:

@@ -39,15 +39,19 @@ class WorkerServer:
         # OpenMP reads these once, when its library is loaded, which is in the zygote: waiting threads must sleep,
         # because there are more workers than cores as often as not.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,  # the terminal's Ctrl-C is the driver's to handle
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _START, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    start_new_session=True,  # the terminal's Ctrl-C is the driver's to handle
+                )
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(f"the process that starts workers could not be started itself: {error}") from error
 
     @property
     def alive(self) -> bool:
@@ -69,15 +73,28 @@ class WorkerServer:
                     zygote.send(self._socket, {"do": "group"}, [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise LaunchError("the process that starts workers is gone; was it killed?") from error
+                self.lost = True
+                raise LaunchError(self.obituary()) from error
             return ours
+
+    def obituary(self) -> str:
+        """What became of it, for an error."""
+        try:
+            code: int | None = self._process.wait(0.5)  # its socket ends a moment before it does
+        except subprocess.TimeoutExpired:
+            code = None
+        how = "is gone" if code is None else f"died of signal {-code}" if code < 0 else f"exited with code {code}"
+        return f"the process that starts workers {how}; the next start makes a new one. Was it killed?"
 
     def _wait_ready(self, timeout: float) -> None:
         self._socket.settimeout(timeout)
         received = zygote.receive(self._socket)
         self._socket.settimeout(None)
         if received is None:
-            raise LaunchError(f"the process that starts workers was not ready after {timeout:g} s, or ended before")
+            if self._process.poll() is None:
+                raise LaunchError(f"the process that starts workers was not ready after {timeout:g} s")
+            self.lost = True
+            raise LaunchError(self.obituary())
         if "error" in received[0]:
             raise LaunchError(
                 f"the process that starts workers could not import what they need:\n{received[0]['error']}"

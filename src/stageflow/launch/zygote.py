@@ -6,7 +6,7 @@ Nobody else starts or reaps the workers, so a process id it signals is always st
 
     driver ──main socket──► "import", "group" + a socket for that group
            ──group socket─► "spawn" + descriptors, "signal"
-           ◄─group socket── {"rank", "pid"}, {"rank", "exit"}
+           ◄─group socket── {"rank", "pid"}, {"rank", "exit"}, or {"rank", "refused"} where the system has no room
 
 When a group's socket ends, its workers are killed; when the main socket ends or the driver is no longer the parent,
 all are. On Linux the kernel kills the workers too should this process itself be killed.
@@ -140,11 +140,17 @@ class Zygote:
                 os.kill(pid, message["signal"])
 
     def _spawn(self, group: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, too little memory
+            self._report(group, {"rank": message["rank"], "refused": str(error)})
+            return
+        finally:
+            if os.getpid() == self._pid:
+                for fd in fds:
+                    os.close(fd)
         if pid == 0:
             self._become_worker(message, fds)
-        for fd in fds:
-            os.close(fd)
         self._children[pid] = (group, message["rank"])
         self._report(group, {"rank": message["rank"], "pid": pid})
 

@@ -1,6 +1,6 @@
 """One worker runs one list of actions.
 
-    worker      what a worker serves: build, step, state; command, what it is told and says; holdings, what it holds
+    worker      what a worker serves: build, step, state; command, what it is told and says; state, what it holds
     executor    follows the list: a table from the kind of an action to what it does
     stage       one stage's F, B, I and W, and what is kept between them
     batch       a batch, and the micro-batches it is cut into

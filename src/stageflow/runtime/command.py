@@ -69,7 +69,7 @@ class StepReport:
 
     loss: of the whole batch, from the worker of the output stage. grad_norm: before clipping, over all stages.
     peak_in_flight: most micro-batches kept at once, over the worker's stages.
-    memory: what the worker holds, see `Holdings.memory`; where the command asked for it.
+    memory: what the worker holds, see `WorkerState.memory`; where the command asked for it.
     outputs: flat outputs when predicting without an endpoint; classes: of outputs, for `unflatten`.
     """
 

@@ -16,11 +16,11 @@ from stageflow.observe.recorder import Recorder
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
 from stageflow.runtime.executor import Board, Executor, Order, Step
-from stageflow.runtime.holdings import Holdings, StateKind
 from stageflow.runtime.optimize import agree, clip, squared_norm
 from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.shared import SharedWeights
 from stageflow.runtime.stage import Stage
+from stageflow.runtime.state import StateKind, WorkerState
 from stageflow.transport.base import Endpoint, Interrupt, Tag
 from stageflow.transport.structure import flatten
 
@@ -57,7 +57,7 @@ class Worker:
             for index, program in programs.items()
         }
         self._shared = SharedWeights(programs, setup.owners, setup.mirrors, setup.placement, rank)
-        self._holdings = Holdings(programs, setup.owners, setup.optimizer)
+        self._state = WorkerState(programs, setup.owners, setup.optimizer)
         self._recorder = Recorder(rank)
         self._orders: dict[str, Order] = {}
         self._executor = Executor(
@@ -90,9 +90,9 @@ class Worker:
         return self._setup.optimizer.optimizer is not None
 
     @property
-    def holdings(self) -> Holdings:
+    def state(self) -> WorkerState:
         """What the stages here hold."""
-        return self._holdings
+        return self._state
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -112,7 +112,7 @@ class Worker:
             batch = self._receive_batch(command)
         train = command.mode == "train"
         if train and command.fresh:
-            self._holdings.zero_gradients()
+            self._state.zero_gradients()
         self._recorder.drain()
         try:
             report = self._train(command, batch) if train else self._forward_only(command, batch)
@@ -145,12 +145,12 @@ class Worker:
         if command.update and setup.optimizer.optimizer is not None:
             self._update(command.number, report)
         if command.memory:
-            report.memory = self._holdings.memory()
+            report.memory = self._state.memory()
         return report
 
     def _check_gradients(self) -> None:
         """Before anybody updates, so that all stages skip an overflow in one of them."""
-        for stage, owned in self._holdings.owned.items():
+        for stage, owned in self._state.owned.items():
             for name, parameter in owned.items():
                 if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                     raise PipelineError(
@@ -164,14 +164,14 @@ class Worker:
         start = self._recorder.clock()
         self._board.set("update", "all workers to finish their backward")
         limit = setup.optimizer.max_grad_norm
-        square = squared_norm(self._holdings.trained) if limit is not None else 0.0
+        square = squared_norm(self._state.trained) if limit is not None else 0.0
         # nobody updates before all are through: a failure up to here leaves every weight as it was
         square = agree(self._endpoint, setup.n_workers, number, square, setup.timeout)
         self._board.set("update")
         if limit is not None:
             norm = report.grad_norm = square**0.5
-            clip(self._holdings.trained, norm, limit)
-        for optimizer in self._holdings.optimizers.values():
+            clip(self._state.trained, norm, limit)
+        for optimizer in self._state.optimizers.values():
             optimizer.step()
             report.learning_rates += optimizer.learning_rates
         if self._shared:
@@ -212,16 +212,16 @@ class Worker:
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
-        self._holdings.zero_gradients()
+        self._state.zero_gradients()
 
     def set_training(self, mode: bool) -> None:
         """`train` or `eval` for all modules here."""
-        self._holdings.set_training(mode)
+        self._state.set_training(mode)
 
     def send_state(self, number: int, kind: StateKind) -> Any:
-        """Send what is owned here (see `Holdings.take`) to the driver, with tag kind "state"; gives the plain rest."""
+        """Send `WorkerState.take` to the driver, with tag kind "state"; returns the plain rest."""
         assert self._endpoint is not None
-        tensors, rest = self._holdings.take(kind)
+        tensors, rest = self._state.take(kind)
         self._endpoint.send(self._setup.n_workers, Tag(number, "state", self._rank, -1, 0), Bundle(tensors))
         self._endpoint.flush(self._setup.timeout)
         return rest
@@ -231,11 +231,11 @@ class Worker:
         if tensors is None:
             assert self._endpoint is not None
             tensors = self._endpoint.recv(Tag(number, "load", -1, self._rank, 0), self._setup.timeout).tensors
-        self._holdings.give(tensors)
+        self._state.give(tensors)
 
     def memory(self) -> dict[str, int]:
         """Bytes held here: parameters, gradients, optimizer state."""
-        return self._holdings.memory()
+        return self._state.memory()
 
     def events(self) -> list[Event]:
         """What happened here in the last step."""

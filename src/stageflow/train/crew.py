@@ -20,8 +20,8 @@ from stageflow.launch.base import WorkerContext, WorkerGroup
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
-from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.random import Generators, Turns
+from stageflow.runtime.state import StateKind
 from stageflow.runtime.worker import Worker
 from stageflow.schedule.actions import Action, Orders
 from stageflow.transport.base import Tag
@@ -164,12 +164,12 @@ class TrainingWorker(Worker):
 
     def write_checkpoint(self, directory: str, skip: frozenset[str]) -> list[ShardEntry]:
         """Write what this worker owns into `Saving.path`; skip: names that are not saved."""
-        weights, _ = self.holdings.take("weights")
+        weights, _ = self.state.take("weights")
         kept = {name: tensor for name, tensor in weights.items() if name not in skip}
         entries = [write_shard(directory, "model", self.rank, self.n_workers, kept)]
         if self.optimizes:
             entries.append(
-                write_shard(directory, "optimizer", self.rank, self.n_workers, *self.holdings.take("optimizer"))
+                write_shard(directory, "optimizer", self.rank, self.n_workers, *self.state.take("optimizer"))
             )
         return entries
 
@@ -184,9 +184,9 @@ class TrainingWorker(Worker):
     ) -> None:
         """Load what the stages here hold; names: of all that was saved. resume: the optimizers' state too."""
         checkpoint = open_checkpoint(directory, verify=False, identity=identity)
-        self.load_weights(number, checkpoint.weights(self.holdings.names & names, aliases))
+        self.load_weights(number, checkpoint.weights(self.state.names & names, aliases))
         if resume:
-            for optimizer in self.holdings.optimizers.values():
+            for optimizer in self.state.optimizers.values():
                 tensors, plain = checkpoint.optimizer(optimizer.names, aliases)
                 optimizer.load(tensors, plain)
 

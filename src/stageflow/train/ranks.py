@@ -23,8 +23,8 @@ from stageflow.launch.torchrun import TorchrunGroup, join_torchrun
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
-from stageflow.runtime.holdings import StateKind
 from stageflow.runtime.random import Generators
+from stageflow.runtime.state import StateKind
 from stageflow.schedule.actions import Orders
 from stageflow.split import Split
 from stageflow.train.crew import Crew, StepResult, TrainingWorker, Wanted
@@ -187,7 +187,7 @@ class RankCrew(Crew):
 
     def state(self, number: int, kind: StateKind) -> tuple[dict[str, Tensor], list[Any]]:
         def work() -> tuple[dict[str, Tensor], list[Any]]:
-            tensors, rest = self._worker.holdings.take(kind)
+            tensors, rest = self._worker.state.take(kind)
             everyone = self._ranks.exchange(({name: tensor.cpu() for name, tensor in tensors.items()}, rest))
             # copies: what the caller does with them must not change this rank's own stages
             merged = {name: tensor.clone() for own, _ in everyone for name, tensor in own.items()}

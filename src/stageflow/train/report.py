@@ -111,7 +111,7 @@ class Description:
 
     split: None before the model was split; that happens with: the example or the first batch.
     recompute: per stage. dtype: that parameters and buffers are given, None where they keep their own.
-    memory: bytes that each worker held after a step (see `Holdings.memory`); None before the first.
+    memory: bytes that each worker held after a step (see `WorkerState.memory`); None before the first.
     """
 
     name: str

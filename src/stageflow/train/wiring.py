@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from stageflow.errors import LaunchError
 from stageflow.launch.base import Opener
 from stageflow.transport.base import Endpoint, Interrupt
 from stageflow.transport.inproc import Hub
@@ -29,10 +30,13 @@ class ThreadWiring:
 
 
 class ProcessWiring:
-    """Endpoints of processes of one machine, over shared memory."""
+    """Endpoints of processes of one machine, over shared memory. Raises LaunchError where that can't be had."""
 
     def __init__(self, size: int) -> None:
-        self._hub = ShmHub.create(size)
+        try:
+            self._hub = ShmHub.create(size)
+        except OSError as error:
+            raise LaunchError(f"no shared memory for {size - 1} workers: {error}; see `stageflow doctor`") from error
 
     def ticket(self, rank: int) -> tuple[Opener, Sequence[int]]:
         description, fds = self._hub.handles(rank)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from stageflow.transport.base import Endpoint, Tag
 from stageflow.transport.shm import ShmEndpoint, ShmHub
 
 SIZES = (64, 256 << 10, 1 << 20)
+_END_WITHIN = 5.0  # seconds that the helper gets to end by itself
 TIMEOUT = 30.0
 _PING, _PONG = "ping", "pong"
 
@@ -100,18 +102,24 @@ def probe_shared_memory(sizes: Sequence[int] = SIZES, rounds: int = 200) -> list
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, json.dumps(handles), json.dumps(fds)]
         helper = subprocess.Popen(command, pass_fds=fds, env=environment, stderr=subprocess.PIPE)
-        endpoint = hub.attach(0)
         try:
-            return measure_link(endpoint, 1, sizes, rounds)
+            with closing(hub.attach(0)) as endpoint:
+                return measure_link(endpoint, 1, sizes, rounds)
         except TransportError as problem:
             helper.kill()
             said = helper.communicate()[1].decode(errors="replace")[-1000:]
             raise TransportError(f"{problem} The helper process said: {said or 'nothing'}") from problem
         finally:
-            endpoint.close()
-            helper.wait()
-            if helper.stderr is not None:
-                helper.stderr.close()
+            _end(helper)
+
+
+def _end(helper: subprocess.Popen[bytes]) -> None:
+    """Wait for a helper that has been told to end, but not for ever."""
+    try:
+        helper.communicate(timeout=_END_WITHIN)  # reads on: one that has much to say would wait for that
+    except subprocess.TimeoutExpired:
+        helper.kill()
+        helper.communicate()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from stageflow.runtime.optimize import OptimizerOptions, StageOptimizer
 StateKind = Literal["weights", "gradients", "optimizer"]
 
 
-class Holdings:
+class WorkerState:
     """Parameters, buffers, gradients and optimizers of one worker's stages.
 
     owned: stage -> the parameters it owns, by name. trained: those of them that require grad, of all stages.

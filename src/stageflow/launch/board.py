@@ -23,6 +23,7 @@ from stageflow.errors import Aborted
 from stageflow.transport.base import Interrupt
 
 SLOT = 256
+_STAMP = struct.Struct("<Qd")
 _SLOT = struct.Struct("<Qd240s")
 _TEXT_BYTES = 240
 assert _SLOT.size == SLOT
@@ -68,8 +69,10 @@ class BoardWriter:
         """Say what this worker does now; texts too long for the slot are cut."""
         self.action = action
         self._changes += 1
+        _STAMP.pack_into(self._memory, self._offset, self._changes, time.monotonic())
         text = f"{action}\0{waits_for}\0".encode()[:_TEXT_BYTES]
-        _SLOT.pack_into(self._memory, self._offset, self._changes, time.monotonic(), text)
+        start = self._offset + _STAMP.size
+        self._memory[start : start + len(text)] = text
 
 
 class StatusBoard:

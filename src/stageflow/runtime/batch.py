@@ -9,9 +9,10 @@ Tensors whose first dimension is the batch size are cut; everything else reaches
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +61,20 @@ class BatchLayout:
         return cls(plain["slots"], plain["cut"], tuple(plain["sizes"]))
 
 
+class _Slot(NamedTuple):
+    """One input of the model, or the target, as `Batch.microbatch` needs it.
+
+    leaves: (name within the slot, tensor, dimension it is cut along). one: the value is one tensor.
+    form: it has no content.
+    """
+
+    name: str
+    meta: Any
+    leaves: list[tuple[str, Tensor, int | None]]
+    one: bool
+    form: bool
+
+
 @dataclass
 class Batch:
     """A whole batch, flat: tensors by name (``"0/..."`` positional, ``"=mask/..."`` keyword, ``"target/..."``)."""
@@ -69,50 +84,50 @@ class Batch:
     classes: dict[str, type]
 
     def __post_init__(self) -> None:
-        # micro-batches without any content, nor anything that a stage could change, differ in size only
-        self._forms_only = all(tensor.is_meta for tensor in self.tensors.values()) and all(
-            not isinstance(meta, list) and (not isinstance(meta, dict) or meta.keys() == {"tensor"})
-            for meta in self.layout.slots.values()
-        )
-        self._by_size: dict[int, MicroBatch] = {}
-        # (slot, its structure, [(short name, tensor, dimension it is cut along)]), looked up once per micro-batch
-        self._slots = [
-            (
-                slot,
-                meta,
-                [
-                    (name[len(slot) + 1 :], tensor, self.layout.cut.get(name))
-                    for name, tensor in self.tensors.items()
-                    if name.startswith(slot + "/")
-                ],
-            )
-            for slot, meta in self.layout.slots.items()
+        self._starts = [0, *itertools.accumulate(self.layout.sizes)]
+        self._slots = [self._slot(name, meta) for name, meta in self.layout.slots.items()]
+        self._forms: dict[tuple[str, int], Any] = {}  # (slot, size of a micro-batch) -> a value without content
+
+    def _slot(self, name: str, meta: Any) -> _Slot:
+        leaves = [
+            (leaf[len(name) + 1 :], tensor, self.layout.cut.get(leaf))
+            for leaf, tensor in self.tensors.items()
+            if leaf.startswith(name + "/")
         ]
+        one = isinstance(meta, dict) and meta.keys() == {"tensor"}
+        # such values differ in size only, and hold nothing that a stage could change
+        form = all(tensor.is_meta for _, tensor, _ in leaves) and (one or not isinstance(meta, list | dict))
+        return _Slot(name, meta, leaves, one, form)
 
     def microbatch(self, index: int) -> MicroBatch:
         """Cut one micro-batch out; its tensors are views, each with a version of its own for autograd: a model that
         writes into its inputs writes into this micro-batch's only."""
-        layout = self.layout
-        if self._forms_only and (known := self._by_size.get(layout.sizes[index])) is not None:
-            return known
-        start = sum(layout.sizes[:index])
-        size = layout.sizes[index]
+        start, size = self._starts[index], self.layout.sizes[index]
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         target = None
-        for slot, meta, leaves in self._slots:
-            tensors = {name: tensor if dim is None else _cut(tensor, dim, start, size) for name, tensor, dim in leaves}
-            value = unflatten(meta, tensors, self.classes)
-            if slot.isdigit():
-                args.append(value)
-            elif slot == TARGET:
+        for slot in self._slots:
+            value = self._form(slot, start, size) if slot.form else self._value(slot, start, size)
+            if slot.name == TARGET:
                 target = value
+            elif slot.name[0] == "=":
+                kwargs[slot.name[1:]] = value
             else:
-                kwargs[slot[1:]] = value
-        made = MicroBatch(tuple(args), kwargs, target)
-        if self._forms_only:
-            self._by_size[size] = made
-        return made
+                args.append(value)
+        return MicroBatch(tuple(args), kwargs, target)
+
+    def _form(self, slot: _Slot, start: int, size: int) -> Any:
+        key = (slot.name, size)
+        if key not in self._forms:
+            self._forms[key] = self._value(slot, start, size)
+        return self._forms[key]
+
+    def _value(self, slot: _Slot, start: int, size: int) -> Any:
+        if slot.one:
+            ((_, tensor, dim),) = slot.leaves
+            return tensor if dim is None else _cut(tensor, dim, start, size)
+        tensors = {leaf: t if dim is None else _cut(t, dim, start, size) for leaf, t, dim in slot.leaves}
+        return unflatten(slot.meta, tensors, self.classes)
 
     def bundle(self, wanted: Callable[[str], bool]) -> Bundle:
         """The message that carries this batch to a worker; of tensors nobody there wants, only the form."""

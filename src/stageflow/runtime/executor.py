@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,17 @@ OnOutput = Callable[[int, Any, Any], None]
 """Called with (micro-batch, output, target) of the output stage."""
 
 
+class _Need(NamedTuple):
+    """A message that an action waits for, whatever its micro-batch.
+
+    kind: of the message. action: what makes it, of micro-batch 0. worker: where that runs; None: here.
+    """
+
+    kind: str
+    action: Action
+    worker: int | None
+
+
 @dataclass(slots=True)
 class _Run:
     """A step under way on this worker."""
@@ -112,6 +123,7 @@ class Executor:
         self._timeout = timeout
         self._device = device
         self._handed: dict[Tag, Bundle] = {}
+        self._needs: dict[tuple[str, int], list[_Need]] = {}  # by kind and stage of the action, asked for once
         # each does an action and gives the time at which it had all it waited for
         self._table: dict[str, Callable[[_Run, Action], float]] = {
             "F": self._forward,
@@ -200,26 +212,40 @@ class Executor:
 
     def _gather(self, run: _Run, action: Action) -> dict[int, Bundle]:
         """The bundle of every other stage that the action waits for."""
-        kind = "B" if is_backward(action) else "F"
+        kind, stage, microbatch = action
+        needs = self._needs.get((kind, stage))
+        if needs is None:
+            needs = self._needs[kind, stage] = self._needs_of(action)
+        number = run.step.number
         bundles = {
-            need.stage: self._receive(
-                Tag(run.step.number, kind, need.stage, action.stage, action.microbatch), action, need
-            )
-            for need in depends_on(action, self._graph, _in_one_piece)
-            if need.stage != action.stage
+            need.action.stage: self._receive(Tag(number, need.kind, need.action.stage, stage, microbatch), action, need)
+            for need in needs
         }
         self._board.set(str(action))
         return bundles
 
-    def _receive(self, tag: Tag, action: Action, need: Action) -> Bundle:
+    def _needs_of(self, action: Action) -> list[_Need]:
+        kind = "B" if is_backward(action) else "F"
+        here = None if self._endpoint is None else self._endpoint.rank
+        needs = []
+        for need in depends_on(action._replace(microbatch=0), self._graph, _in_one_piece):
+            if need.stage != action.stage:
+                worker = self._placement[need.stage]
+                needs.append(_Need(kind, need, None if here is None or worker == here else worker))
+        return needs
+
+    def _receive(self, tag: Tag, action: Action, need: _Need) -> Bundle:
         """The message that an action needs of another, wherever that ran."""
-        bundle = self._handed.pop(tag, None)
-        if bundle is not None:
+        made_by = need.action._replace(microbatch=tag.microbatch)
+        if need.worker is None:
+            bundle = self._handed.pop(tag, None)
+            if bundle is None:
+                raise StageflowError(
+                    f"{action} needs {made_by}, which has not run yet on this worker: the schedule is wrong"
+                )
             return bundle
-        worker = self._placement[tag.source]
-        if self._endpoint is None or worker == self._endpoint.rank:
-            raise StageflowError(f"{action} needs {need}, which has not run yet on this worker: the schedule is wrong")
-        self._board.set(str(action), f"{need} from worker {worker}")
+        assert self._endpoint is not None
+        self._board.set(str(action), f"{made_by} from worker {need.worker}")
         started = self._recorder.clock()
         bundle = arrive(self._endpoint.recv(tag, self._timeout), self._device)
         self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())

@@ -18,17 +18,22 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
 
 
 def mix(*parts: int) -> int:
     """Hash integers to 63 bits, equal on every machine (the finaliser of SplitMix64, Steele et al. 2014, Fig. 15)."""
-    state = 0x9E3779B97F4A7C15
+    state = _START
     for part in parts:
-        state = (state + (part & _MASK) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _absorb(state, part)
     return state >> 1
+
+
+def _absorb(state: int, part: int) -> int:
+    state = (state + (part & _MASK) * 0xBF58476D1CE4E5B9 + _START) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._torch = [torch.default_generator]
+        self._step = (0, 0, _absorb(_absorb(_START, 0), 0))
         if device.type == "cuda":
             torch.cuda.init()
             index = device.index if device.index is not None else torch.cuda.current_device()
@@ -58,14 +64,16 @@ class Generators:
 
         drawn: which generators are worth setting; None: not known yet, set all of them.
         """
-        base = mix(seed, step, microbatch)
         if drawn is not None and not drawn:
             return _no_seed
+        if self._step[:2] != (seed, step):
+            self._step = (seed, step, _absorb(_absorb(_START, seed), step))
+        base = _absorb(self._step[2], microbatch)  # mix(seed, step, microbatch, layer), but for its last part
         generators = self._torch
         rest = drawn is None or drawn.python or drawn.numpy
 
         def set_key(layer: int) -> None:
-            key = mix(base, layer)
+            key = _absorb(base, layer) >> 1
             for generator in generators:
                 generator.manual_seed(key)
             if rest:

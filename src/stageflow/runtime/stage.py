@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ class StageOptions:
     """
 
     loss: LossFunction | None = None
-    recompute: Recompute | None | tuple[Recompute | None, ...] = None
+    recompute: Recompute | tuple[Recompute | None, ...] | None = None
     check_finite: bool = False
     autocast: torch.dtype | None = None
 
@@ -118,6 +118,7 @@ class Stage:
             recompute_layers(program.layers)
         self._trains = any(p.requires_grad for p in program.parameters.values())
         self._takes_leaves = getattr(program, "takes_leaves", False)
+        self._differentiate = _on_cpu if device.type == "cpu" else torch.autograd.backward
         self._prepared = False
         self._saved_buffers = SavedBuffers(program)
         self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
@@ -235,9 +236,6 @@ class Stage:
         mode = (self.program.module.training, torch.is_grad_enabled())
         drawn = self._drawn.get(mode)
         if drawn is not None:
-            # in a process of its own a stage is keyed even if it was not seen to draw: it may yet
-            if self._turns is None and not drawn.torch:
-                drawn = Drawn(True, drawn.python, drawn.numpy)
             seed = self._generators.seeder(*job.key, job.microbatch, drawn)
             with nullcontext() if self._turns is None else self._turns.forward(drawn):
                 seed(-1)
@@ -250,7 +248,9 @@ class Stage:
 
         with nullcontext() if self._turns is None else self._turns.forward(None):
             seed = self._generators.seeder(*job.key, job.microbatch, None)
-            self._drawn[mode] = self._generators.watch(run, seed)
+            drawn = self._generators.watch(run, seed)
+            # in a process of its own a stage is keyed even if it was not seen to draw: it may yet
+            self._drawn[mode] = drawn if self._turns is not None else replace(drawn, torch=True)
         return result[0]
 
     def backward(self, microbatch: int, gradients: Mapping[int, Bundle], weight: float) -> dict[int, Bundle]:
@@ -295,7 +295,7 @@ class Stage:
         if roots:
             tensors, grads = zip(*roots.values(), strict=True)
             with nullcontext() if self._turns is None else self._turns.backward():
-                torch.autograd.backward(tensors, grads)
+                self._differentiate(tensors, grads)
         if kept.finish is not None:
             kept.finish()
         bundles = {}
@@ -336,6 +336,13 @@ class Stage:
         if self.options.autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self.options.autocast)
+
+
+def _on_cpu(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """As `torch.autograd.backward`, without a look at what is known to fit, which takes as long as a small layer."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _differentiable(tensor: Tensor) -> bool:

@@ -4,10 +4,13 @@
     │ prefix │ descriptors  │ meta JSON │░░│ tensor bytes │░░│ tensor bytes │░░│     ░ pads to 64 bytes
     └────────┴──────────────┴───────────┴──┴──────────────┴──┴──────────────┴──┘
 
-prefix: magic, version, the tag, the sizes of what follows, and a checksum of prefix, descriptors and meta.
+prefix: magic, version, the sizes of what follows, the tag, and a checksum of prefix, descriptors and meta.
 descriptors: one per tensor: name, dtype, shape, order of its dimensions in memory, offset of its bytes from the start
-of the frame. The bytes have no gaps; the order travels because results depend on it: dropout hands out its mask as
+of the payload. The bytes have no gaps; the order travels because results depend on it: dropout hands out its mask as
 values lie in memory, and ``view`` takes some orders only.
+
+From one micro-batch to the next only step and micro-batch change. All else is a message's form, which both ends
+remember: the sender to write it, the receiver to know it by its bytes and not read it again.
 
 Everything is little endian. Nothing is ever unpickled, and every number that was read is checked before it is used.
 """
@@ -16,16 +19,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import marshal
-import math
 import struct
-import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,30 +32,33 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
 from stageflow.transport.base import Tag
+from stageflow.transport.descriptors import (
+    Buffer,
+    Described,
+    aligned,
+    describe,
+    dimension_order,
+    in_order_of_memory,
+    parse_descriptors,
+    tensor_at,
+)
+from stageflow.transport.meta import decode_meta, encode_meta
 
 memmove = ctypes.memmove  # lets other threads run while it copies
 
 MAGIC = b"sflw"
-VERSION = 1
-ALIGNMENT = 64
-MAX_DIMENSIONS = 64
+VERSION = 2
 _ORDINARY = (Tensor, torch.nn.Parameter)
-_GLANCE = 512  # bytes read at once: most headers are shorter
+_GLANCE = 512  # bytes read at once: most headers are shorter, and only those are remembered
 
-_PREFIX = struct.Struct("<4sHHIIQq8siiqI4x")
-PREFIX_SIZE = _PREFIX.size
-_CHECKSUM = struct.Struct("<I4x")  # the end of the prefix
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-_DESCRIPTOR = struct.Struct("<HBBQ")  # bytes of name, dtype code, dimensions, offset
-
-# The number of a dtype on the wire. Append only.
-_DTYPE_NAMES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16"),
-    *("float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-_DTYPES = {code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# magic, version, tensors, bytes of descriptors, of meta, of the whole frame, kind, source, target
+_FORM = struct.Struct("<4sHHIIQ8sii")
+_WHEN = struct.Struct("<qq")  # step, micro-batch
+_LENGTHS = struct.Struct("<8xII")  # of descriptors and of meta
+_CHECKSUM = struct.Struct("<I4x")
+_WHEN_END = _FORM.size + _WHEN.size
+_WHEN_AND_CHECKSUM = struct.Struct("<qqI")
+PREFIX_SIZE = _WHEN_END + _CHECKSUM.size
 
 
 class Frame(NamedTuple):
@@ -69,7 +71,7 @@ class Frame(NamedTuple):
 
     tag: Tag
     head: bytes
-    parts: tuple[tuple[int, Tensor], ...]
+    parts: list[tuple[int, Tensor]]
     size: int
 
     def copy_to(self, address: int) -> None:
@@ -92,63 +94,85 @@ class Frame(NamedTuple):
             yield offset, tensor.data_ptr(), tensor.nbytes
 
 
-class _Layout(NamedTuple):
-    """The part of a frame that repeats from one micro-batch to the next."""
+class _Written(NamedTuple):
+    """The form of a message as its sender remembers it.
 
-    descriptors: bytes  # with offsets relative to the first payload byte
+    offsets: of each tensor from the start of the frame. checksum: of first and body.
+    """
+
+    first: bytes
+    body: bytes
+    checksum: int
     offsets: tuple[int, ...]
-    payload: int
+    size: int
 
 
 class Encoder:
-    """Makes frames; remembers descriptors and metas, since both repeat from micro-batch to micro-batch."""
+    """Makes frames; remembers their forms, since those repeat from micro-batch to micro-batch."""
 
     def __init__(self, remember: int = 256) -> None:
-        self._layouts: dict[tuple[Any, ...], _Layout] = {}
-        self._metas: dict[bytes, bytes] = {}
+        self._forms: dict[tuple[Any, ...], _Written] = {}
         self._remember = remember
 
     def encode(self, tag: Tag, bundle: Bundle) -> Frame:
         """The frame of one message. Raises FrameError for what has no frame, naming the tensor and the tag."""
-        tensors = bundle.tensors
+        step, kind, source, target, microbatch = tag
         try:
-            ready = [t if _is_plain(t) else _made_plain(t) for t in tensors.values()]
-            key = tuple([(name, t.dtype, t.shape, dimension_order(t)) for name, t in zip(tensors, ready, strict=True)])
-            layout = self._layouts.get(key)
-            if layout is None:
-                layout = self._remembered(key)
-            meta = self._encoded(bundle.meta)
-            head, start = _head(tag, layout, meta)
+            described, ready = [], []
+            for name, tensor in bundle.tensors.items():
+                if _lies_in_order(tensor):
+                    described.append((name, tensor.dtype, tensor.shape, None))
+                    ready.append(tensor)
+                else:
+                    plain = _made_plain(tensor)
+                    described.append((name, plain.dtype, plain.shape, dimension_order(plain)))
+                    ready.append(in_order_of_memory(plain))
+            form = self._form(kind, source, target, tuple(described), bundle.meta)
+            try:
+                when = _WHEN.pack(step, microbatch)
+            except struct.error as problem:
+                raise _too_large(problem) from None
         except FrameError as problem:
             raise FrameError(f"can't send {tuple(tag)}: {problem}") from None
-        parts = tuple([(start + offset, _in_order(t)) for offset, t in zip(layout.offsets, ready, strict=True)])
-        return Frame(tag, head, parts, start + layout.payload)
+        head = b"".join((form.first, when, _CHECKSUM.pack(zlib.crc32(when, form.checksum)), form.body))
+        return Frame(tag, head, list(zip(form.offsets, ready, strict=True)), form.size)
 
-    def _encoded(self, meta: Any) -> bytes:
-        """As `encode_meta`. One seen before is known by its marshalled form, made in a tenth of the time."""
-        if meta is None:
-            return b""
+    def _form(self, kind: str, source: int, target: int, tensors: tuple[Any, ...], meta: Any) -> _Written:
         try:
-            form = marshal.dumps(meta, 2)  # without references, so equal values of equal types look the same
+            # without references, so that equal values of equal types look the same
+            key = (kind, source, target, tensors, marshal.dumps(meta, 2))
         except ValueError:
-            return encode_meta(meta)
-        known = self._metas.get(form)
-        if known is None:
-            known = encode_meta(meta)
-            if len(form) <= _GLANCE:
-                if len(self._metas) >= self._remember:
-                    self._metas.clear()
-                self._metas[form] = known
-        return known
-
-    def _remembered(self, key: tuple[Any, ...]) -> _Layout:
-        if len(self._layouts) >= self._remember:
-            self._layouts.clear()
-        layout = self._layouts[key] = _layout(key)
-        return layout
+            return _written(kind, source, target, tensors, meta)  # says what is wrong with the meta
+        form = self._forms.get(key)
+        if form is None:
+            form = _written(kind, source, target, tensors, meta)
+            if len(form.body) <= _GLANCE:
+                if len(self._forms) >= self._remember:
+                    self._forms.clear()
+                self._forms[key] = form
+        return form
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _written(kind: str, source: int, target: int, tensors: tuple[Any, ...], meta: Any) -> _Written:
+    offsets: list[int] = []
+    descriptors, payload = describe(tensors, offsets)
+    text = encode_meta(meta)
+    body = descriptors + text
+    start = aligned(PREFIX_SIZE + len(body))
+    sizes = (len(offsets), len(descriptors), len(text), start + payload)
+    try:
+        first = _FORM.pack(MAGIC, VERSION, *sizes, _kind_bytes(kind), source, target)
+    except struct.error as problem:
+        raise _too_large(problem) from None
+    checksum = zlib.crc32(body, zlib.crc32(first))
+    return _Written(first, body, checksum, tuple([start + offset for offset in offsets]), start + payload)
+
+
+def _too_large(problem: struct.error) -> FrameError:
+    return FrameError(f"a number is too large for a frame: {problem}")
+
+
+def _lies_in_order(tensor: Tensor) -> bool:
     """Whether the bytes at data_ptr are the tensor's values in order."""
     return (
         type(tensor) in _ORDINARY
@@ -162,24 +186,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _made_plain(tensor: Tensor) -> Tensor:
     return _dense(tensor).detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
-
-
-def dimension_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions from outermost to innermost in memory, as in a result computed from it; None: as numbered."""
-    return None if tensor.is_contiguous() else _order_of_strides(torch.empty_like(tensor, device="meta").stride())
-
-
-@functools.lru_cache(1024)
-def _order_of_strides(strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    numbered = tuple(range(len(strides)))
-    order = tuple(sorted(numbered, key=lambda dim: -strides[dim]))
-    return None if order == numbered else order
-
-
-def _in_order(tensor: Tensor) -> Tensor:
-    """The tensor with its dimensions in the order of memory, contiguous."""
-    order = dimension_order(tensor)
-    return (tensor if order is None else tensor.permute(order)).contiguous()
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -197,60 +203,12 @@ def portable_copy(tag: Tag, bundle: Bundle) -> Bundle:
     Raises the same FrameErrors as encoding would.
     """
     _kind_bytes(tag.kind)
-    _layout(tuple((name, t.dtype, t.shape, None) for name, t in bundle.tensors.items()))
+    describe([(name, t.dtype, t.shape, None) for name, t in bundle.tensors.items()])
     tensors = {
         name: _dense(t).detach().as_subclass(Tensor).resolve_conj().resolve_neg().clone()
         for name, t in bundle.tensors.items()
     }
     return Bundle(tensors, decode_meta(encode_meta(bundle.meta)))
-
-
-def _layout(key: tuple[Any, ...]) -> _Layout:
-    offsets: list[int] = []
-    descriptors, payload = describe(key, offsets)
-    return _Layout(descriptors, tuple(offsets), payload)
-
-
-def describe(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int], Sequence[int] | None]], offsets: list[int] | None = None
-) -> tuple[bytes, int]:
-    """(descriptors of tensors laid one after the other, bytes they take together); see `parse_descriptors`.
-
-    tensors: (name, dtype, shape, see `dimension_order`) of each. offsets: is extended by where each one starts.
-    """
-    pieces, at = [], 0
-    for name, dtype, shape, order in tensors:
-        code = _CODES.get(dtype)
-        if code is None:
-            raise FrameError(f"tensor {name!r} has dtype {dtype}, which has no place in a frame")
-        if len(shape) > MAX_DIMENSIONS:
-            raise FrameError(f"tensor {name!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-        text = name.encode()
-        pieces += [_DESCRIPTOR.pack(len(text), code, len(shape), at), struct.pack(f"<{len(shape)}Q", *shape)]
-        pieces += [bytes(order or range(len(shape))), text]
-        if offsets is not None:
-            offsets.append(at)
-        at = _aligned(at + math.prod(shape) * dtype.itemsize)
-    return b"".join(pieces), at
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _head(tag: Tag, layout: _Layout, meta: bytes) -> tuple[bytes, int]:
-    """(prefix, descriptors and meta; where the payload starts)."""
-    step, kind, source, target, microbatch = tag
-    body = layout.descriptors + meta
-    start = _aligned(PREFIX_SIZE + len(body))
-    word = _kind_bytes(kind)
-    sizes = (len(layout.offsets), len(layout.descriptors), len(meta), start + layout.payload)
-    try:
-        prefix = _PREFIX.pack(MAGIC, VERSION, *sizes, step, word, source, target, microbatch, 0)
-    except struct.error as problem:
-        raise FrameError(f"a number is too large for a frame: {problem}") from None
-    checksum = zlib.crc32(body, zlib.crc32(prefix[:-8]))
-    return b"".join((prefix[:-8], _CHECKSUM.pack(checksum), body)), start
 
 
 @functools.cache
@@ -260,57 +218,23 @@ def _kind_bytes(kind: str) -> bytes:
     return kind.encode("ascii")
 
 
-def encode_meta(meta: Any) -> bytes:
-    """Plain values as JSON. Raises FrameError for anything that would come back changed."""
-    if meta is None:
-        return b""
-    _check_plain(meta, 0)
-    return _to_json(meta).encode("ascii")
-
-
-def decode_meta(data: bytes) -> Any:
-    """The inverse of `encode_meta`."""
-    try:
-        return json.loads(data) if data else None
-    except (ValueError, RecursionError) as problem:
-        raise FrameError(f"the plain part of a message is damaged: {problem}") from None
-
-
-def _check_plain(meta: Any, depth: int) -> None:
-    cls = type(meta)
-    if cls is str or cls is int or cls is float or cls is bool or meta is None:
-        return
-    if depth > 400:
-        raise FrameError("the plain part of a message is nested too deep")
-    if cls is list:
-        for item in meta:
-            _check_plain(item, depth + 1)
-    elif cls is dict and all(type(key) is str for key in meta):
-        for item in meta.values():
-            _check_plain(item, depth + 1)
-    else:
-        raise FrameError(
-            f"the meta of a bundle holds a {cls.__name__} ({str(meta)[:80]}): only None, bool, int, float, str, lists "
-            "and dicts with str keys are plain; use transport.structure.flatten for other values"
-        )
-
-
 class Header(NamedTuple):
-    """What stands in the first bytes of a frame."""
+    """What stands in the first bytes of a frame, but for when and checksum; descriptors, meta and size in bytes."""
 
-    tag: Tag
     n_tensors: int
-    descriptors: int  # bytes
-    meta: int  # bytes
-    size: int  # bytes of the whole frame
-    checksum: int
+    descriptors: int
+    meta: int
+    size: int
+    kind: str
+    source: int
+    target: int
 
 
 def read_header(prefix: bytes) -> Header:
     """Read the first PREFIX_SIZE bytes of a frame; the checksum is checked by `decode`. Raises FrameError."""
     if len(prefix) != PREFIX_SIZE:
         raise FrameError(f"a frame has at least {PREFIX_SIZE} bytes, got {len(prefix)}")
-    magic, version, n, descriptors, meta, size, step, kind, source, target, microbatch, check = _PREFIX.unpack(prefix)
+    magic, version, n, descriptors, meta, size, kind, source, target = _FORM.unpack_from(prefix)
     if magic != MAGIC:
         raise FrameError(f"a frame starts with {MAGIC!r}, these bytes with {magic!r}")
     if version != VERSION:
@@ -320,107 +244,73 @@ def read_header(prefix: bytes) -> Header:
     word = kind.rstrip(b"\0")
     if not word.isascii():
         raise FrameError(f"the kind of a tag is ASCII, got {word!r}")
-    return Header(Tag(step, word.decode("ascii"), source, target, microbatch), n, descriptors, meta, size, check)
+    return Header(n, descriptors, meta, size, word.decode("ascii"), source, target)
 
 
-class Described(NamedTuple):
-    """One tensor of a frame, checked to lie within it."""
+class _Read(NamedTuple):
+    """The form of a message as its receiver remembers it. meta: shared by all messages of the form."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    offset: int
-    numel: int
+    header: Header
+    start: int
+    described: tuple[Described, ...]
+    meta: Any
+    checksum: int
 
 
 class Decoder:
-    """Reads frames; remembers descriptors it has seen, since shapes repeat."""
+    """Reads frames; remembers forms it has seen, since they repeat."""
 
     def __init__(self, remember: int = 256) -> None:
-        self._seen: dict[tuple[int, int, bytes], tuple[Described, ...]] = {}
+        self._forms: dict[bytes, _Read] = {}
         self._remember = remember
 
-    def decode(self, memory: np.ndarray) -> tuple[Tag, Bundle]:
+    def decode(self, memory: Buffer) -> tuple[Tag, Bundle]:
         """Read one frame.
 
-        memory: 1-d uint8, writable, of exactly the frame's size. The tensors are views of it and keep it alive.
+        memory: of exactly the frame's size (an array is 1-d uint8). The tensors are views of it and keep it alive. The
+            meta may be that of other messages too: not to be changed.
         Raises FrameError if the bytes are no whole, undamaged frame (the tensors' own bytes bear no checksum).
         """
-        first = memory[:_GLANCE].tobytes()
-        header = read_header(first[:PREFIX_SIZE])
+        glance = bytes(memory[:_GLANCE])
+        if len(glance) < PREFIX_SIZE:
+            raise FrameError(f"a frame has at least {PREFIX_SIZE} bytes, got {len(glance)}")
+        descriptors, meta = _LENGTHS.unpack_from(glance)
+        stop = PREFIX_SIZE + descriptors + meta
+        form = self._forms.get(glance[: _FORM.size] + glance[PREFIX_SIZE:stop])
+        if form is None or stop > _GLANCE:
+            form = self._read(glance, memory)
+        header = form.header
         if header.size != len(memory):
-            raise FrameError(f"a frame of {header.size} bytes came with {len(memory)}")
-        end = PREFIX_SIZE + header.descriptors
-        stop = end + header.meta
-        body = first[PREFIX_SIZE:stop] if stop <= _GLANCE else memory[PREFIX_SIZE:stop].tobytes()
-        if zlib.crc32(body, zlib.crc32(first[: PREFIX_SIZE - _CHECKSUM.size])) != header.checksum:
-            raise FrameError(f"the checksum of message {tuple(header.tag)} is wrong: its header was damaged on the way")
-        start = _aligned(stop)
-        described = self._described(header, start, body[: header.descriptors])
-        meta = decode_meta(body[header.descriptors :])
-        return header.tag, Bundle({d.name: tensor_at(memory, start, d) for d in described}, meta)
+            raise _wrong_length(header, memory)
+        step, microbatch, checksum = _WHEN_AND_CHECKSUM.unpack_from(glance, _FORM.size)
+        tag = Tag(step, header.kind, header.source, header.target, microbatch)
+        if zlib.crc32(glance[_FORM.size : _WHEN_END], form.checksum) != checksum:
+            raise FrameError(f"the checksum of message {tuple(tag)} is wrong: its header was damaged on the way")
+        start = form.start
+        return tag, Bundle({each.name: tensor_at(memory, start, each) for each in form.described}, form.meta)
 
-    def _described(self, header: Header, start: int, descriptors: bytes) -> tuple[Described, ...]:
-        key = (header.n_tensors, header.size - start, descriptors)
-        found = self._seen.get(key)
-        if found is None:
-            if len(self._seen) >= self._remember:
-                self._seen.clear()
-            found = self._seen[key] = parse_descriptors(header.n_tensors, header.size - start, descriptors)
-        return found
-
-
-def parse_descriptors(count: int, payload: int, data: bytes) -> tuple[Described, ...]:
-    """Read and check the descriptors of ``count`` tensors that lie in ``payload`` bytes. Raises FrameError."""
-    found, at = [], 0
-    try:
-        for _ in range(count):
-            n_name, code, n_dims, offset = _DESCRIPTOR.unpack_from(data, at)
-            at += _DESCRIPTOR.size
-            shape = struct.unpack_from(f"<{n_dims}Q", data, at)
-            at += 8 * n_dims
-            order = tuple(data[at : at + n_dims])
-            at += n_dims
-            name = data[at : at + n_name].decode()
-            at += n_name
-            found.append(_checked(name, code, shape, order, offset, payload))
-    except (struct.error, UnicodeDecodeError) as problem:
-        raise FrameError(f"the descriptors of a frame are damaged: {problem}") from None
-    if at != len(data) or len({d.name for d in found}) != count:
-        raise FrameError(f"the descriptors of a frame are damaged: {count} tensors in {at} of {len(data)} bytes")
-    return tuple(found)
+    def _read(self, glance: bytes, memory: Buffer) -> _Read:
+        """The form of a frame not seen before; remembered only once its checksum was found right."""
+        header = read_header(glance[:PREFIX_SIZE])
+        if header.size != len(memory):
+            raise _wrong_length(header, memory)
+        first, stop = glance[: _FORM.size], PREFIX_SIZE + header.descriptors + header.meta
+        body = bytes(memory[PREFIX_SIZE:stop])
+        checksum = zlib.crc32(body, zlib.crc32(first))
+        if zlib.crc32(glance[_FORM.size : _WHEN_END], checksum) != _CHECKSUM.unpack_from(glance, _WHEN_END)[0]:
+            raise FrameError(
+                f"the checksum of a message {header.kind!r} from {header.source} to {header.target} is wrong: its "
+                "header was damaged on the way"
+            )
+        start = aligned(stop)
+        described = parse_descriptors(header.n_tensors, header.size - start, body[: header.descriptors])
+        form = _Read(header, start, described, decode_meta(body[header.descriptors :]), checksum)
+        if stop <= _GLANCE:
+            if len(self._forms) >= self._remember:
+                self._forms.clear()
+            self._forms[first + body] = form
+        return form
 
 
-def _checked(
-    name: str, code: int, shape: tuple[int, ...], order: tuple[int, ...], offset: int, payload: int
-) -> Described:
-    dtype = _DTYPES.get(code)
-    if dtype is None:
-        raise FrameError(f"tensor {name!r} has the dtype number {code}, unknown to torch {torch.__version__}")
-    numel = math.prod(shape)
-    if len(shape) > MAX_DIMENSIONS or max(shape, default=0) > sys.maxsize or offset % ALIGNMENT:
-        raise FrameError(f"tensor {name!r} has an impossible shape {shape} or offset {offset}")
-    if offset + numel * dtype.itemsize > payload:
-        raise FrameError(f"tensor {name!r} of {dtype} {shape} at {offset} does not fit {payload} bytes of payload")
-    numbered = tuple(range(len(shape)))
-    if tuple(sorted(order)) != numbered:
-        raise FrameError(f"tensor {name!r} of shape {shape} has an impossible order of dimensions {order}")
-    return Described(name, dtype, shape, None if order == numbered else order, offset, numel)
-
-
-def tensor_at(memory: np.ndarray, start: int, described: Described) -> Tensor:
-    """The tensor whose bytes lie at ``start + described.offset`` of ``memory``, which it keeps alive."""
-    _, dtype, shape, _, offset, numel = described
-    if numel == 0:
-        return torch.empty(shape, dtype=dtype)
-    return laid_out(torch.frombuffer(memory, dtype=dtype, count=numel, offset=start + offset), described)
-
-
-def laid_out(flat: Tensor, described: Described) -> Tensor:
-    """The tensor whose values lie in ``flat`` as they lie in memory."""
-    shape, order = described.shape, described.order
-    if order is None:
-        return flat if len(shape) == 1 else flat.view(shape)
-    back = [order.index(dim) for dim in range(len(order))]
-    return flat.view([shape[dim] for dim in order]).permute(back)
+def _wrong_length(header: Header, memory: Buffer) -> FrameError:
+    return FrameError(f"a frame of {header.size} bytes came with {len(memory)}")

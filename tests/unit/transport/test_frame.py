@@ -7,9 +7,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
-from stageflow.transport import frame
+from stageflow.transport import descriptors, frame
 from stageflow.transport.base import Tag
-from stageflow.transport.frame import ALIGNMENT, PREFIX_SIZE, Decoder, Encoder, read_header
+from stageflow.transport.descriptors import ALIGNMENT
+from stageflow.transport.frame import PREFIX_SIZE, Decoder, Encoder, read_header
 
 TAG = Tag(3, "F", 0, 1, 7)
 
@@ -33,7 +34,7 @@ def values(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", list(frame._CODES), ids=str)
+@pytest.mark.parametrize("dtype", list(descriptors._CODES), ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype):
     x = values(dtype)
     _, back = through(Bundle({"x": x}))
@@ -105,7 +106,7 @@ def test_repeated_shapes_are_not_described_anew():
         _, back = decoder.decode(to_bytes(Bundle({"x": x}, [i]), encoder=encoder))
         assert torch.equal(back.tensors["x"], x)
         assert back.meta == [i]
-    assert len(encoder._layouts) == len(decoder._seen) == 1
+    assert len(encoder._forms) == len(decoder._forms) == 3  # one a meta
 
 
 def test_a_remembered_meta_is_not_mistaken_for_an_equal_one():
@@ -124,8 +125,8 @@ def test_memory_of_shapes_is_bounded():
     encoder, decoder = Encoder(remember=4), Decoder(remember=4)
     for i in range(20):
         decoder.decode(to_bytes(Bundle({"x": torch.ones(i)}), encoder=encoder))
-    assert len(encoder._layouts) <= 4
-    assert len(decoder._seen) <= 4
+    assert len(encoder._forms) <= 4
+    assert len(decoder._forms) <= 4
 
 
 def test_pieces_put_together_are_the_frame():
@@ -167,8 +168,12 @@ def test_numbers_too_large():
         Encoder().encode(TAG._replace(source=2**40), Bundle())
 
 
-def test_every_damaged_byte_of_the_header_is_noticed():
+@pytest.mark.parametrize("known", [False, True], ids=["new form", "known form"])
+def test_every_damaged_byte_of_the_header_is_noticed(known):
     memory = to_bytes(Bundle({"x": torch.ones(4), "y": torch.ones(2, 3)}, {"a": 1}))
+    decoder = Decoder()
+    if known:
+        decoder.decode(memory)
     header = read_header(memory[:PREFIX_SIZE].tobytes())
     for at in range(PREFIX_SIZE - 4 + header.descriptors + header.meta):
         if at in range(PREFIX_SIZE - 4, PREFIX_SIZE):
@@ -176,26 +181,29 @@ def test_every_damaged_byte_of_the_header_is_noticed():
         damaged = memory.copy()
         damaged[at] ^= 0x55
         with pytest.raises(FrameError):
-            Decoder().decode(damaged)
+            decoder.decode(damaged)
 
 
 @pytest.mark.parametrize("length", [0, 1, PREFIX_SIZE - 1, PREFIX_SIZE, 100, -1])
 def test_cut_off_frames_are_refused(length):
     memory = to_bytes(Bundle({"x": torch.ones(40)}))
-    with pytest.raises(FrameError):
-        Decoder().decode(memory[:length])
+    decoder = Decoder()
+    decoder.decode(memory)
+    for reader in (Decoder(), decoder):
+        with pytest.raises(FrameError):
+            reader.decode(memory[:length])
 
 
 def test_random_descriptors_never_crash():
     draw = random.Random(0)
-    good = frame._layout((("x", torch.float32, (2, 3), (1, 0)), ("y", torch.int64, (4,), None))).descriptors
+    good, _ = descriptors.describe([("x", torch.float32, (2, 3), (1, 0)), ("y", torch.int64, (4,), None)])
     read = refused = 0
     for _ in range(3000):
         data = bytearray(good)
         for _ in range(draw.randint(1, 4)):
             data[draw.randrange(len(data))] = draw.randrange(256)
         try:
-            for d in frame.parse_descriptors(2, 128, bytes(data)):
+            for d in descriptors.parse_descriptors(2, 128, bytes(data)):
                 assert d.offset + d.numel * d.dtype.itemsize <= 128
             read += 1
         except FrameError:

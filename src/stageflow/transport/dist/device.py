@@ -19,7 +19,14 @@ from torch import Tensor
 from stageflow.errors import FrameError
 from stageflow.graph import Bundle
 from stageflow.transport.dist.lane import Group, Work
-from stageflow.transport.frame import ALIGNMENT, Described, describe, dimension_order, laid_out, parse_descriptors
+from stageflow.transport.descriptors import (
+    ALIGNMENT,
+    Described,
+    describe,
+    dimension_order,
+    laid_out,
+    parse_descriptors,
+)
 
 _KEY = "on device"
 

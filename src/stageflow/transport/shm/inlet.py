@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stageflow.errors import TransportError
+from stageflow.transport.descriptors import Buffer
 from stageflow.transport.frame import Decoder
 from stageflow.transport.inbox import Inbox
 from stageflow.transport.shm.layout import (
@@ -46,6 +47,7 @@ class Inlet:
         self._words = memory.words
         self._map = memory.map
         self._bytes = memory.bytes
+        self._flat = memoryview(memory.map)
         self._arena = layout.arena(peer, rank)
         self._arena_bytes = layout.arena_bytes
         self._published_word = ring + PUBLISHED
@@ -78,7 +80,7 @@ class Inlet:
             if memory is not None:
                 inbox.put(*self._decoder.decode(memory))
 
-    def _frame_at(self, offset: int) -> np.ndarray | None:
+    def _frame_at(self, offset: int) -> Buffer | None:
         """The memory of the frame whose last or only piece is the block at ``offset``; None after other pieces."""
         if offset % LINE or offset + LINE > self._arena_bytes:
             raise self._damaged(f"a block at {offset}")
@@ -107,8 +109,9 @@ class Inlet:
         self._partial = None
         return memory
 
-    def _copied(self, offset: int, size: int) -> np.ndarray:
-        memory = self._view(offset, size).copy()
+    def _copied(self, offset: int, size: int) -> Buffer:
+        start = self._arena + offset + LINE
+        memory = bytearray(self._flat[start : start + size])
         self._free(offset)
         return memory
 

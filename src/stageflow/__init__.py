@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stageflow.checkpoint import load_weights
     from stageflow.errors import StageflowError
     from stageflow.graph import StageGraph
+    from stageflow.plan import Device, Plan, make_plan, profile_model
     from stageflow.schedule import SCHEDULES, Action, Costs, Schedule, build_schedule
     from stageflow.split import Split, split_model
     from stageflow.train.pipeline import Pipeline
@@ -26,7 +27,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "stageflow.schedule",
     "Costs": "stageflow.schedule",
+    "Device": "stageflow.plan",
     "Pipeline": "stageflow.train.pipeline",
+    "Plan": "stageflow.plan",
     "SCHEDULES": "stageflow.schedule",
     "Schedule": "stageflow.schedule",
     "Split": "stageflow.split",
@@ -34,6 +37,8 @@ _HOMES = {
     "StageflowError": "stageflow.errors",
     "build_schedule": "stageflow.schedule",
     "load_weights": "stageflow.checkpoint",
+    "make_plan": "stageflow.plan",
+    "profile_model": "stageflow.plan",
     "split_model": "stageflow.split",
 }
 
@@ -41,13 +46,17 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Device",
     "Pipeline",
+    "Plan",
     "Schedule",
     "Split",
     "StageGraph",
     "StageflowError",
     "build_schedule",
     "load_weights",
+    "make_plan",
+    "profile_model",
     "split_model",
 ]
 

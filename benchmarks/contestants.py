@@ -43,17 +43,19 @@ class Task:
         return [len(self.build()) * stage // stages for stage in range(1, stages)]
 
 
-def one_process(task: Task) -> Callable[[], Turn]:
-    """Gradient accumulation over the micro-batches, on one thread."""
+def one_process(task: Task, own: Sequence[int] | None = None) -> Callable[[], Turn]:
+    """Gradient accumulation over the micro-batches, or only those given, on one thread."""
     torch.set_num_threads(1)
     model = task.build()
+    xs, ys = task.x.chunk(task.microbatches), task.y.chunk(task.microbatches)
+    numbers = range(task.microbatches) if own is None else own
 
     def step() -> Turn:
         model.zero_grad()
         started = time.perf_counter()
         total = 0.0
-        for x, y in zip(task.x.chunk(task.microbatches), task.y.chunk(task.microbatches), strict=True):
-            loss = F.mse_loss(model(x), y) / task.microbatches
+        for i in numbers:
+            loss = F.mse_loss(model(xs[i]), ys[i]) / task.microbatches
             loss.backward()
             total += loss.item()
         return Turn(time.perf_counter() - started, total)
@@ -102,22 +104,24 @@ class TorchPlan:
         return list(range(rank, self.stages, workers))
 
 
-class TorchWorkers:
-    """Processes that run torch.distributed.pipelining over gloo with one thread each, and sleep between their turns.
+class Workers:
+    """Processes with one thread each that sleep between their turns.
 
-    The stages are cut by hand, shapes are given, and every worker has the batch already. Timed from a barrier to the
-    end of the last worker's step.
+    Timed from the start of the first to the end of the last. main: is called in each with (its end of a pipe, rank,
+    number of workers, a folder for all, `arguments`); it sends "ready", then answers each name that it receives with
+    (start, end, loss or None), until it receives None.
     """
 
-    def __init__(self, workers: int, jobs: Mapping[str, tuple[Task, TorchPlan]]) -> None:
+    def __init__(self, workers: int, main: Callable[..., None], arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(workers):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, workers, os.path.join(self._folder.name, "rendezvous"), dict(jobs))
-            process = context.Process(target=_torch_worker, args=arguments, daemon=True)
+            process = context.Process(
+                target=main, args=(theirs, rank, workers, self._folder.name, arguments), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -131,7 +135,7 @@ class TorchWorkers:
             pipe.send(name)
         answers = [pipe.recv() for pipe in self._pipes]
         seconds = max(end for _, end, _ in answers) - min(start for start, _, _ in answers)
-        return Turn(seconds, next(loss for _, _, loss in answers if loss is not None))
+        return Turn(seconds, sum(loss for _, _, loss in answers if loss is not None))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -142,19 +146,46 @@ class TorchWorkers:
             process.kill()
         self._folder.cleanup()
 
-    def __enter__(self) -> TorchWorkers:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+def torch_workers(workers: int, jobs: Mapping[str, tuple[Task, TorchPlan]]) -> Workers:
+    """torch.distributed.pipelining over gloo.
+
+    The stages are cut by hand, shapes are given, every worker has the batch already, and all start from a barrier.
+    """
+    return Workers(workers, _torch_worker, dict(jobs))
+
+
+def apart(workers: int, task: Task) -> Workers:
+    """Processes that have nothing to do with each other: each accumulates its share of the micro-batches over the whole
+    model. What they reach together is what the machine can give."""
+    return Workers(workers, _lone_worker, task)
+
+
+def _lone_worker(pipe: Connection, rank: int, workers: int, folder: str, task: Task) -> None:
+    own = range(rank, task.microbatches, workers)
+    step = one_process(task, own)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while pipe.recv() is not None:
+            started = time.perf_counter()
+            turn = step()
+            pipe.send((started, started + turn.seconds, turn.loss))
+
+
 def _torch_worker(
-    pipe: Connection, rank: int, workers: int, rendezvous: str, jobs: Mapping[str, tuple[Task, TorchPlan]]
+    pipe: Connection, rank: int, workers: int, folder: str, jobs: Mapping[str, tuple[Task, TorchPlan]]
 ) -> None:
     warnings.simplefilter("ignore")  # torch's own, about its private parts
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.path.join(folder, 'rendezvous')}", rank=rank, world_size=workers
+    )
     steps = {name: _torch_step(task, plan, rank, workers) for name, (task, plan) in jobs.items()}
     pipe.send("ready")
     with contextlib.suppress(EOFError):

@@ -35,9 +35,7 @@ def task_of(stages: int, forward: float, backward: float) -> contestants.Task:
     return contestants.Task(build, x, torch.randn_like(x), MICROBATCHES)
 
 
-def measure(
-    forward: float, backward: float, rounds: int, peers: contestants.TorchWorkers
-) -> dict[str, tuple[float, float]]:
+def measure(forward: float, backward: float, rounds: int, peers: contestants.Workers) -> dict[str, tuple[float, float]]:
     """Per contestant seconds of a step, and what its schedule would take if nothing but the sleeps took time."""
     times: dict[str, tuple[float, float]] = {}
     classic = (MICROBATCHES + DEVICES - 1) * (forward + backward)
@@ -89,7 +87,7 @@ def main() -> None:
         for name, plan in TORCH.items()
         for forward, backward in SETTINGS
     }
-    with contestants.TorchWorkers(DEVICES, jobs) as peers:
+    with contestants.torch_workers(DEVICES, jobs) as peers:
         for forward, backward in SETTINGS:
             times = measure(forward, backward, options.rounds, peers)
             results[f"F {forward} s, B {backward} s"] = {

@@ -47,7 +47,7 @@ def measure(rounds: int) -> dict[str, float]:
             field[f"stageflow {name}"] = contestants.stageflow_step(pipe, tasks[stages])
             stages_of[f"stageflow {name}"] = stages
         jobs = {name: (tasks[plan.stages], plan) for name, plan in TORCH.items()}
-        peers = stack.enter_context(contestants.TorchWorkers(WORKERS, jobs))
+        peers = stack.enter_context(contestants.torch_workers(WORKERS, jobs))
         field |= {name: partial(peers.step, name) for name in TORCH}
         stages_of |= {name: plan.stages for name, plan in TORCH.items()}
         turns = common.in_turn(field, rounds, warm_up=2, steps=6)

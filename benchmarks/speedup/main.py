@@ -18,6 +18,7 @@ from benchmarks import common, contestants, models
 from benchmarks.common import Turn
 
 ALONE = "one process, one thread"
+APART = "two processes apart"
 OURS = {"1f1b": 2, "zb_h1": 2, "zb_h2": 2, "zb_v": 4}  # stages
 TORCH = {
     "torch GPipe": contestants.TorchPlan("ScheduleGPipe", 2),
@@ -43,8 +44,9 @@ def measure(width: int, microbatches: int, steps: int, rounds: int) -> dict[str,
         for name, stages in OURS.items():
             pipe = stack.enter_context(contestants.stageflow_pipeline(task, name, stages, workers=2))
             field[f"stageflow {name}"] = contestants.stageflow_step(pipe, task)
-        peers = stack.enter_context(contestants.TorchWorkers(2, {name: (task, plan) for name, plan in TORCH.items()}))
+        peers = stack.enter_context(contestants.torch_workers(2, {name: (task, plan) for name, plan in TORCH.items()}))
         field |= {name: partial(peers.step, name) for name in TORCH}
+        field[APART] = partial(stack.enter_context(contestants.apart(2, task)).step, "share")
         turns = common.in_turn(field, rounds, warm_up=2, steps=steps)
     want = turns[ALONE][-1].loss
     for name, taken in turns.items():
@@ -89,7 +91,8 @@ def report(width: int, microbatches: int, judged: dict[str, dict[str, float]]) -
     figures = common.table(["", "step, ms", "speed-up (lowest to highest)", "over torch's best"], rows)
     verdict = (
         f"stageflow 1f1b is {plain:.2f} times torch's 1F1B (aim {aim_plain}); stageflow's best, {best[1]}, is "
-        f"{best[0] / best_torch:.2f} times torch's best (aim {aim_best})."
+        f"{best[0] / best_torch:.2f} times torch's best (aim {aim_best}) and {best[0] / judged[APART]['speedup']:.2f} "
+        "times what two processes reach that share nothing."
     )
     return f"{title}\n\n{figures}\n\n{verdict}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from stageflow.errors import SplitError
 from stageflow.plan.partition.block import Block, Device
 from stageflow.plan.partition.model import Load, Rules, number
+from stageflow.plan.words import size_words
 
 
 def refusal(
@@ -28,8 +28,8 @@ def refusal(
     names = blocks[members[0]].name if len(members) == 1 else f"{blocks[members[0]].name} to {blocks[members[-1]].name}"
     problem = (
         f"no cut of {len(blocks)} blocks into {len(stages)} stages fits into memory. The closest leaves stage {worst} "
-        f"({names}) in need of {size(needs[worst])} where its device has {size(devices[worst].memory)}: "
-        f"{size(number(load.static + load.tied))} of parameters, gradients and optimizer state, and {size(held)} of "
+        f"({names}) in need of {size_words(needs[worst])} where its device has {size_words(devices[worst].memory)}: "
+        f"{size_words(number(load.static + load.tied))} of parameters, gradients and optimizer state, and {size_words(held)} of "
         f"activations for {kept:g} micro-batches in flight{' with recomputation' if recomputing else ''}.\n"
     )
     options = [f"It would fit with {over[worst]:.4g} times the memory on every device"]
@@ -47,13 +47,3 @@ def least_memory(load: Load, stage: int, rules: Rules) -> float:
     ways = (True,) if rules.recompute is True else (False,) if rules.recompute is False else (False, True)
     return min(number(load.memory(rules.kept[stage], rules.put_off[stage], way)) for way in ways)
 
-
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    if math.isinf(count):
-        return "no limit"
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

@@ -1,0 +1,176 @@
+"""How many bytes a block keeps between its forward and its backward, counted by memory, not by tensor.
+
+Autograd tells what it saves by way of hooks. Memory that several tensors share counts once; parameters, buffers and
+the batch itself don't count, as they are there anyway. What one block made and the next one saves counts where it was
+saved first, so that the sum over the blocks of a stage is what the stage saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageflow.graph import Bundle, StageProgram
+from stageflow.runtime.batch import MicroBatch
+from stageflow.runtime.entry import enter
+from stageflow.runtime.loss import LossFunction, compute_loss
+from stageflow.runtime.put_off import PutOff
+from stageflow.transport.structure import flatten
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes, as the fields of a `Block` of the same names; sent: the block's own messages."""
+
+    activation: int
+    entry: int
+    exit: int
+    deferred: int
+    boundary: int
+    sent: dict[int, Bundle]
+
+
+@dataclass
+class Memory:
+    """Pieces of memory and their bytes. Holds on to the tensors, so that no address is used twice."""
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.tensors.append(tensor.detach())
+
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory({key: size for key, size in self.sizes.items() if key not in other.sizes})
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
+@dataclass
+class Counter:
+    """Counts block after block, in order. counted: what earlier blocks saved."""
+
+    loss: LossFunction | None
+    counted: Memory = field(default_factory=Memory)
+
+    def count(
+        self,
+        program: StageProgram,
+        put_off: PutOff,
+        inputs: MicroBatch,
+        received: Mapping[int, Bundle],
+        is_output: bool,
+    ) -> Sizes:
+        """Run one block's forward, and its backward up to the point where W is left.
+
+        put_off: installed in the program's layers. received: as `Stage` sends, ``[meta, names of trained tensors]``.
+        """
+        ours, arrived, leaves, saved = Memory(), Memory(), Memory(), Memory()
+        ours.add([*program.parameters.values(), *program.buffers.values()])
+        ours.add(flatten((inputs.args, inputs.kwargs, inputs.target))[0].values())
+        entered: dict[int, Bundle] = {}
+        for producer, bundle in received.items():
+            meta, trained = bundle.meta
+            tensors = bundle.tensors
+            arrived.add(tensors.values())
+            if trained:
+                leaf, tensors = enter(tensors, trained, getattr(program, "takes_leaves", False))
+                leaves.add(leaf.values())
+            entered[producer] = Bundle(tensors, meta)
+
+        def pack(tensor: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():  # a block may be watching torch calls itself
+                if torch._C._has_storage(tensor):
+                    saved.add([tensor])
+            return tensor
+
+        put_off.splitting = True
+        with torch.no_grad():  # a stage learns from its first run whether it changes what it was given, and copies it
+            program.forward(inputs.args, inputs.kwargs, _copies(received), lambda layer: None)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = program.forward(inputs.args, inputs.kwargs, entered, lambda layer: None)
+            loss = compute_loss(self.loss, result.output, inputs.target) if is_output else None
+        sent = {consumer: _outgoing(bundle) for consumer, bundle in result.bundles.items()}
+        roots = [t for bundle in result.bundles.values() for t in bundle.tensors.values() if t.requires_grad]
+        if loss is not None and loss.requires_grad:
+            roots.append(loss)
+        outputs = Memory()
+        outputs.add(roots if loss is None else [])
+        new = saved - ours - self.counted
+        kept_input = Memory(
+            {**leaves.sizes, **{key: arrived.sizes[key] for key in saved.sizes if key in arrived.sizes}}
+        )
+        deferred = self._put_off(put_off, roots) - ours
+        sizes = Sizes(
+            activation=new.total,
+            entry=(kept_input - new).total,
+            exit=(outputs - saved - arrived).total,
+            deferred=deferred.total,
+            boundary=arrived.total,
+            sent=sent,
+        )
+        self.counted.sizes.update(new.sizes)
+        self.counted.tensors += [*saved.tensors, *arrived.tensors]
+        return sizes
+
+    def _put_off(self, put_off: PutOff, roots: list[Tensor]) -> Memory:
+        """What an I leaves for its W."""
+        pending: list[Any] = []
+        put_off.pending = pending
+        try:
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        finally:
+            put_off.pending = None
+        left = Memory()
+        for _, arguments in pending:
+            left.add(tensor for tensor in arguments if isinstance(tensor, Tensor))
+        return left
+
+
+def _copies(received: Mapping[int, Bundle]) -> dict[int, Bundle]:
+    return {p: Bundle({name: t.clone() for name, t in b.tensors.items()}, b.meta[0]) for p, b in received.items()}
+
+
+def _outgoing(bundle: Bundle) -> Bundle:
+    trained = [name for name, tensor in bundle.tensors.items() if tensor.requires_grad]
+    return Bundle({name: tensor.detach() for name, tensor in bundle.tensors.items()}, [bundle.meta, trained])
+
+
+def crossing(sent: list[dict[int, Bundle]]) -> list[int]:
+    """Bytes that cross a cut after each block: values made up to it that a later block uses, each once.
+
+    sent: per block, what it sends to each later one.
+    """
+    last_use: dict[tuple[int, tuple[int, ...], int], tuple[int, int, int]] = {}
+    for producer, bundles in enumerate(sent):
+        for consumer, bundle in bundles.items():
+            for tensor in bundle.tensors.values():
+                key = (tensor.untyped_storage()._cdata, tuple(tensor.shape), int(tensor.storage_offset()))
+                first, latest, size = last_use.get(key, (producer, consumer, tensor.nbytes))
+                last_use[key] = (min(first, producer), max(latest, consumer), size)
+    return [sum(size for first, latest, size in last_use.values() if first <= cut < latest) for cut in range(len(sent))]
+
+
+def optimizer_bytes(parameters: Sequence[Tensor], optimizer: Any) -> int:
+    """Bytes of the state that an optimizer keeps for these parameters after a step."""
+    if optimizer is None or not parameters:
+        return 0
+    stand_ins = [torch.nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
+    made = optimizer(stand_ins)
+    made.step()
+    state = Memory()
+    state.add(t for held in made.state.values() for t in held.values() if isinstance(t, Tensor))
+    return state.total

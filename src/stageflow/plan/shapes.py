@@ -9,6 +9,7 @@ from typing import Literal
 from stageflow.errors import InputError
 from stageflow.plan.partition import Block, Device, Tie
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
+from stageflow.schedule.build import SIMULATED
 from stageflow.schedule.placement import contiguous, fold, loop
 
 AUTO = "auto"
@@ -80,7 +81,7 @@ def shapes_of(work: Work, wish: Wish) -> Iterator[Shape]:
 
 def _named(work: Work, wish: Wish) -> Shape:
     """The shape of a named schedule: its own placement, and as many stages as it usually has on so many devices."""
-    if wish.schedule not in SCHEDULES:
+    if wish.schedule not in (*SCHEDULES, *SIMULATED):
         raise InputError(f"unknown schedule {wish.schedule!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
     workers = len(wish.devices)
     counts = [wish.stages] if wish.stages else range(workers, len(work.blocks) + 1, workers)

@@ -12,6 +12,7 @@ from stageflow.runtime.batch import TARGET
 from stageflow.runtime.command import WorkerSetup
 from stageflow.runtime.stage import StageOptions
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
+from stageflow.schedule.build import SIMULATED
 from stageflow.split import Split
 from stageflow.train.planned import AUTO, recompute_of
 from stageflow.transport.structure import flatten
@@ -46,7 +47,7 @@ class Blueprint:
         if isinstance(wanted, Schedule):
             if wanted.n_stages != stages:
                 raise InputError(f"the schedule {wanted.name!r} is for {wanted.n_stages} stages, stages={stages}")
-        elif wanted != AUTO and wanted not in SCHEDULES:
+        elif wanted not in (AUTO, *SCHEDULES, *SIMULATED):
             raise InputError(f"unknown schedule {wanted!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
         self.stages = stages
         self.microbatches = microbatches

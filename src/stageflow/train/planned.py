@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stageflow.train.blueprint import Blueprint
 
 ROUNDS = 5  # of measuring
-SECONDS = 3.0  # of searching
+SECONDS = 2.0  # of searching
 _COUNTS = ("stages", "microbatches", "workers")
 
 

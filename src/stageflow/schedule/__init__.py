@@ -1,7 +1,7 @@
 """Who does what, when: schedules as data, built, checked, simulated and drawn without torch."""
 
 from stageflow.schedule.actions import KINDS, Action, Kind
-from stageflow.schedule.build import SCHEDULES, build_schedule
+from stageflow.schedule.build import SCHEDULES, SIMULATED, build_schedule
 from stageflow.schedule.costs import Costs
 from stageflow.schedule.lower import Instruction, Recv, Send, lower
 from stageflow.schedule.memory import Footprint, peak_memory
@@ -15,6 +15,7 @@ from stageflow.schedule.validate import Report, check_rendezvous, validate
 __all__ = [
     "KINDS",
     "SCHEDULES",
+    "SIMULATED",
     "Action",
     "Costs",
     "Footprint",

@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Orders
-from stageflow.schedule.builders.forward_only import forward_only
-from stageflow.schedule.builders.gpipe import gpipe
-from stageflow.schedule.builders.greedy import greedy
-from stageflow.schedule.builders.interleaved import interleaved_1f1b
-from stageflow.schedule.builders.one_f_one_b import one_f_one_b
-from stageflow.schedule.builders.zero_bubble import zb_h1, zb_h2, zb_v
+from stageflow.schedule.families import FAMILIES, Family
 from stageflow.schedule.placement import place
 from stageflow.schedule.schedule import Schedule
 
+SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.runs)
+"""The names of schedules that workers can run."""
 
-@dataclass(frozen=True)
-class _Family:
-    """How a name is built: ``build(graph, placement, microbatches, **options)``.
-
-    options: the names it takes.
-    placement: where stages go by default.
-    chunks: usual stages per worker.
-    """
-
-    build: Callable[..., Orders]
-    options: tuple[str, ...] = ()
-    placement: str = "contiguous"
-    chunks: int = 1
-
-
-_FAMILIES = {
-    "gpipe": _Family(gpipe),
-    "1f1b": _Family(one_f_one_b, ("costs",)),
-    "interleaved_1f1b": _Family(interleaved_1f1b, ("group", "costs"), placement="loop", chunks=2),
-    "zb_h1": _Family(zb_h1, ("memory", "costs")),
-    "zb_h2": _Family(zb_h2, ("costs",)),
-    "zb_v": _Family(zb_v, ("costs",), placement="fold", chunks=2),
-    "greedy": _Family(greedy, ("split", "memory", "costs")),
-    "forward_only": _Family(forward_only),
-}
-
-SCHEDULES = tuple(_FAMILIES)
-"""The names that `build_schedule` knows."""
+SIMULATED = tuple(name for name, family in FAMILIES.items() if not family.runs)
+"""The names that `build_schedule` knows besides: they can be drawn and simulated, but not run."""
 
 
 def build_schedule(
@@ -61,19 +30,27 @@ def build_schedule(
 ) -> Schedule:
     """Build a schedule by its name.
 
-    name: one of `SCHEDULES`.
-    stages, microbatches: how many, at least one; every combination works.
-    workers: default one per stage, or per two stages for interleaved_1f1b and zb_v.
+    name: of `SCHEDULES`: gpipe, 1f1b, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, interleaved_zb, zb_v,
+        v_half, v_min, dualpipe_v; greedy, which finds orders for any placement; forward_only. Or of `SIMULATED`:
+        dualpipe, chimera, pipedream_2bw, which can be drawn and simulated, but not run, see `Schedule.refusal`.
+    stages, microbatches: how many, at least one. Every combination works but for v_half, v_min and dualpipe_v (two
+        stages per worker; dualpipe_v: m >= stages), dualpipe and chimera (both even; dualpipe: m >= 2 stages), and
+        pipedream_2bw (m >= workers).
+    workers: default one per stage, or per two stages for schedules with two stages per worker.
     placement: "contiguous", "loop", "fold", or the worker of each stage; default what suits the schedule.
     graph: which stage feeds which; default a chain.
-    options: what the schedule's own builder takes: ``costs`` (a `Costs`, for placements without a closed pattern),
-        ``memory`` (zb_h1, greedy), ``group`` (interleaved_1f1b), ``split`` (greedy).
+    options: what the schedule's own builder takes: ``costs`` (a `Costs`, where the order depends on times: placements
+        without a closed pattern, and zb_v), ``memory`` (zb_h1, greedy), ``group`` (interleaved_1f1b, interleaved_zb),
+        ``split`` (greedy), ``steps`` (pipedream_2bw: how many in a row).
+
+    dualpipe and chimera hold the model twice: their schedules have 2 x stages stages, those of the second copy last,
+    and half of the micro-batches go through each copy.
 
     Raises InputError, naming what would work, for an unknown name or impossible counts.
     """
-    family = _FAMILIES.get(name)
+    family = FAMILIES.get(name)
     if family is None:
-        raise InputError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+        raise InputError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
     for word, count in (("stages", stages), ("microbatches", microbatches)):
         if count < 1:
             raise InputError(f"schedule {name!r} needs {word} >= 1, got {count}")
@@ -90,4 +67,28 @@ def build_schedule(
         else:
             workers = max(placement, default=0) + 1
     placed = place(family.placement if placement is None else placement, stages, workers)
-    return Schedule(name, graph, placed, microbatches, family.build(graph, placed, microbatches, **options))
+    if family.copies == 2:
+        return _two_way(name, family, graph, placed, microbatches)
+    orders = family.build(graph, placed, microbatches, **options)
+    return Schedule(name, graph, placed, microbatches * options.get("steps", 1), orders, versions=family.versions)
+
+
+def _two_way(name: str, family: Family, graph: StageGraph, placed: tuple[int, ...], microbatches: int) -> Schedule:
+    """The second copy lies the other way round on the same workers, and takes every second micro-batch."""
+    stages = graph.n_stages
+    if placed != tuple(range(stages)):
+        raise InputError(
+            f"schedule {name!r} has one stage of each copy per worker: leave out workers and placement, or give "
+            f"workers={stages} for {stages} stages"
+        )
+    if microbatches % 2:
+        raise InputError(
+            f"schedule {name!r} sends half of the micro-batches each way, got {microbatches}: "
+            f"{microbatches + 1} would work"
+        )
+    edges = frozenset(
+        (producer + first, consumer + first) for producer, consumer in graph.edges for first in (0, stages)
+    )
+    both, placed = StageGraph(2 * stages, edges), (*placed, *reversed(placed))
+    half = microbatches // 2
+    return Schedule(name, both, placed, half, family.build(both, placed, half), copies=2)

@@ -16,6 +16,7 @@ from stageflow.schedule.costs import Costs
 from stageflow.schedule.lower import Instruction, lower
 from stageflow.schedule.simulate import simulate
 from stageflow.schedule.simulation import Simulation
+from stageflow.schedule.torch_table import Form, check_messages, parse_table, print_table
 from stageflow.schedule.validate import Report, validate
 
 
@@ -28,6 +29,9 @@ class Schedule:
     placement: the worker of each stage.
     microbatches: how many.
     orders: each worker's actions, in the order in which it runs them.
+    copies: how many times the model is there. Of n stages, each n / copies in a row are one copy, and every stage of a
+        copy sees ``microbatches`` of its own.
+    versions: how many versions of its weights each stage keeps; more than one where gradients come late.
 
     Making one checks only that the parts fit together; `validate` checks that it can run. ``str(schedule)`` is its
     text form, which `Schedule.parse` reads back exactly.
@@ -38,6 +42,8 @@ class Schedule:
     placement: tuple[int, ...]
     microbatches: int
     orders: Orders
+    copies: int = 1
+    versions: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
@@ -54,6 +60,11 @@ class Schedule:
             )
         if self.microbatches < 1:
             raise ScheduleError(f"schedule {self.name!r}: needs at least one micro-batch, got {self.microbatches}")
+        if self.copies < 1 or self.n_stages % self.copies or self.versions < 1:
+            raise ScheduleError(
+                f"schedule {self.name!r}: {self.n_stages} stages can't be {self.copies} equal copies with "
+                f"{self.versions} versions of the weights each"
+            )
 
     @property
     def n_stages(self) -> int:
@@ -77,6 +88,22 @@ class Schedule:
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "I")
+
+    @property
+    def refusal(self) -> str | None:
+        """Why workers can't run it, and what to take instead; None for what they can."""
+        if self.copies > 1:
+            return (
+                f"the schedule {self.name!r} needs {self.copies} copies of all weights, which workers do not keep: it "
+                "can be simulated only; take 'dualpipe_v' or 'zb_v', which fill both ways with one copy"
+            )
+        if self.versions > 1:
+            return (
+                f"the schedule {self.name!r} computes gradients with weights that are a step old, which changes the "
+                "mathematics: it can be simulated only; take '1f1b', which has its memory, or 'zb_v', which has its "
+                "short bubble"
+            )
+        return None
 
     def whole_backward(self, stage: int, microbatch: int) -> bool:
         """Whether the backward of this stage and micro-batch is one B rather than an I and a W."""
@@ -115,28 +142,34 @@ class Schedule:
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """Read the text form; raises ScheduleError for what is none."""
-        name, stages, edges, placement, microbatches, orders = notation.parse_text(text)
-        return cls(name, StageGraph(stages, edges), placement, microbatches, orders)
+        parts = notation.parse_text(text)
+        graph = StageGraph(parts.stages, parts.edges)
+        counts = {"copies": parts.copies, "versions": parts.versions}
+        return cls(parts.name, graph, parts.placement, parts.microbatches, parts.orders, **counts)
 
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """The orders as torch.distributed.pipelining's "compute_only" table; written to ``path`` if given."""
-        table = notation.print_csv(self.orders)
+    def to_csv(self, path: str | Path | None = None, *, form: Form = "compute_only") -> str:
+        """As a table that torch.distributed.pipelining's runtime loads, see `stageflow.schedule.torch_table`; written
+        to ``path`` if given.
+
+        form: "compute_only", the orders; "compute_comms", with sends and receives, for a chain of stages.
+        """
+        table = print_table(self, form)
         if path is not None:
             Path(path).write_text(table, encoding="utf-8")
         return table
 
     @classmethod
     def from_csv(cls, source: str | Path, *, name: str = "csv", graph: StageGraph | None = None) -> Schedule:
-        """Read such a table from a file (a Path, or a string without a newline) or from its text.
+        """Read such a table of either form from a file (a Path, or a string without a newline) or from its text.
 
-        Placement and number of micro-batches are those of the actions. graph: default a chain.
+        Placement and number of micro-batches are those of the actions. graph: default a chain. Raises ScheduleError
+        for a cell that is no action, and if the table has messages, but not those that the actions need.
         """
         is_text = isinstance(source, str) and "\n" in source
-        return cls.from_orders(
-            notation.parse_csv(str(source) if is_text else Path(source).read_text(encoding="utf-8")),
-            name=name,
-            graph=graph,
-        )
+        orders, messages = parse_table(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
+        schedule = cls.from_orders(orders, name=name, graph=graph)
+        check_messages(schedule, messages)
+        return schedule
 
     @classmethod
     def from_orders(

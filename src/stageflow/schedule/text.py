@@ -9,29 +9,26 @@ A whole schedule is a few header lines and one line per worker; `parse_text` giv
     0: 0F0 0F1 0B0 0B1
     1: 1F0 1B0 1F1 1B1
 
-CSV is the plain table that torch.distributed.pipelining reads and writes as "compute_only": one row per worker, one
-action per cell, an empty cell for a pause.
+The second line goes on with "copies 2" or "versions 2" where a schedule has more than one of them.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from stageflow.errors import ScheduleError
 from stageflow.schedule.actions import Action, Kind, Orders
 
 if TYPE_CHECKING:
+    from stageflow.schedule.costs import Costs
     from stageflow.schedule.schedule import Schedule
-    from stageflow.schedule.simulate import Costs
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _LINE = {
     "schedule": re.compile(r"schedule (.*)"),
-    "counts": re.compile(r"stages (\d+) microbatches (\d+)"),
+    "counts": re.compile(r"stages (\d+) microbatches (\d+)(?: copies (\d+))?(?: versions (\d+))?"),
     "edges": re.compile(r"edges((?: \d+>\d+)*)"),
     "placement": re.compile(r"placement((?: \d+)+)"),
 }
@@ -59,9 +56,12 @@ def print_actions(actions: Iterable[object]) -> str:
 
 def print_text(schedule: Schedule) -> str:
     """A whole schedule in the form that `parse_text` reads."""
+    counts = f"stages {schedule.n_stages} microbatches {schedule.microbatches}"
+    for word, count in (("copies", schedule.copies), ("versions", schedule.versions)):
+        counts += f" {word} {count}" if count != 1 else ""
     lines = [
         f"schedule {schedule.name}",
-        f"stages {schedule.n_stages} microbatches {schedule.microbatches}",
+        counts,
         " ".join(["edges", *(f"{producer}>{consumer}" for producer, consumer in sorted(schedule.graph.edges))]),
         " ".join(["placement", *map(str, schedule.placement)]),
         *(f"{worker}: {print_actions(order)}".rstrip() for worker, order in enumerate(schedule.orders)),
@@ -69,8 +69,21 @@ def print_text(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def parse_text(text: str) -> tuple[str, int, frozenset[tuple[int, int]], tuple[int, ...], int, Orders]:
-    """Read what `print_text` wrote: name, stages, edges, placement, micro-batches, orders.
+class Parts(NamedTuple):
+    """What the text of a schedule says; names as in `Schedule`."""
+
+    name: str
+    stages: int
+    edges: frozenset[tuple[int, int]]
+    placement: tuple[int, ...]
+    microbatches: int
+    orders: Orders
+    copies: int
+    versions: int
+
+
+def parse_text(text: str) -> Parts:
+    """Read what `print_text` wrote.
 
     Raises ScheduleError that names the line which does not fit.
     """
@@ -92,27 +105,17 @@ def parse_text(text: str) -> tuple[str, int, frozenset[tuple[int, int]], tuple[i
             )
         orders.append(parse_actions(match[2]))
     edges = [edge.split(">") for edge in found["edges"][1].split()]
-    return (
+    stages, microbatches, copies, versions = (int(count or 1) for count in found["counts"].groups())
+    return Parts(
         found["schedule"][1],
-        int(found["counts"][1]),
+        stages,
         frozenset((int(producer), int(consumer)) for producer, consumer in edges),
         tuple(map(int, found["placement"][1].split())),
-        int(found["counts"][2]),
+        microbatches,
         tuple(orders),
+        copies,
+        versions,
     )
-
-
-def print_csv(orders: Orders) -> str:
-    """One row per worker, one action per cell."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([map(str, order) for order in orders])
-    return out.getvalue()
-
-
-def parse_csv(text: str) -> Orders:
-    """Read rows of actions; empty cells are pauses and mean nothing here."""
-    rows = csv.reader(io.StringIO(text))
-    return tuple(tuple(parse_action(cell) for cell in row if cell.strip()) for row in rows)
 
 
 def placement_of(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:

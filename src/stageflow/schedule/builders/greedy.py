@@ -12,9 +12,9 @@ from stageflow.errors import InputError
 from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action, Kind, Orders
 from stageflow.schedule.builders.common import memory_1f1b
+from stageflow.schedule.costs import Costs
 from stageflow.schedule.placement import local_stages
 from stageflow.schedule.rules import depends_on
-from stageflow.schedule.simulate import Costs
 
 _RANK = {"B": 0, "I": 0, "F": 1, "W": 2}
 _NEVER = float("inf")

@@ -1,14 +1,14 @@
-"""Zero bubble: the backward is split, and gradients of weights wait until a worker would idle."""
+"""Zero bubble with one stage per worker: gradients of weights wait until a worker would idle."""
 
 from __future__ import annotations
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
-from stageflow.schedule.actions import Action, Kind, Orders
-from stageflow.schedule.builders.common import is_contiguous, memory_1f1b, through
+from stageflow.schedule.actions import Action, Orders
+from stageflow.schedule.builders.common import SPLIT, alternate, is_contiguous, memory_1f1b, through
 from stageflow.schedule.builders.greedy import greedy
-from stageflow.schedule.placement import fold, local_stages
-from stageflow.schedule.simulate import Costs
+from stageflow.schedule.costs import Costs
+from stageflow.schedule.placement import local_stages
 
 
 def zb_h1(
@@ -50,7 +50,8 @@ def zb_h1(
             )
         behind = workers - 1 - worker
         warm_up = max(0, min(2 * behind, behind + kept - workers))
-        orders.append(_one_chunk(stages, microbatches, warm_up, kept - 1 - warm_up))
+        forwards, inputs, weights = ([through(k, stages, m) for m in range(microbatches)] for k in SPLIT)
+        orders.append(alternate(forwards, inputs, warm_up, weights, kept - 1 - warm_up))
     return tuple(orders)
 
 
@@ -74,64 +75,3 @@ def zb_h2(graph: StageGraph, placement: tuple[int, ...], microbatches: int, cost
         stages = max(placement.count(worker) for worker in range(workers))
         return zb_h1(graph, placement, microbatches, (2 * workers - 1) * stages)
     return zb_h1(graph, placement, microbatches, 2 * max(memory_1f1b(placement)) - 1, costs)
-
-
-def _one_chunk(stages: tuple[int, ...], microbatches: int, warm_up: int, waiting: int) -> tuple[Action, ...]:
-    """Warm up, then F and I in turn; a W after each I that leaves more than ``waiting`` put off or has no F before."""
-    order = [action for m in range(min(warm_up, microbatches)) for action in through("F", stages, m)]
-    weights = 0
-    for m in range(microbatches):
-        has_forward = warm_up + m < microbatches
-        if has_forward:
-            order += through("F", stages, warm_up + m)
-        order += through("I", stages, m)
-        if m + 1 - weights > waiting or not has_forward:
-            order += through("W", stages, weights)
-            weights += 1
-    for m in range(weights, microbatches):
-        order += through("W", stages, m)
-    return tuple(order)
-
-
-def zb_v(graph: StageGraph, placement: tuple[int, ...], microbatches: int, costs: Costs | None = None) -> Orders:
-    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3 (V-ZB, ZB-V): two stages per worker
-    in a V, so that the first worker also has the last stage and backwards start next to where forwards do.
-
-        4 stages on 2 workers, 4 micro-batches, F = I = W
-        0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3 .
-        1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
-
-    For p workers, F = I = W, c = 0 and m >= 2p-1 micro-batches: span = 2m(F+I+W), no idle time in it; from the first
-    start to the last end (p-1)F more. Peak 2p activations of a stage, each half of what a stage of zb_h1 keeps.
-    Any other placement is built as in `zb_h1`, and found by `greedy` unless a worker's stages are neighbours.
-    """
-    workers = max(placement) + 1
-    if placement != fold(2 * workers, workers):
-        return zb_h1(graph, placement, microbatches, costs=costs)
-    return tuple(_v_order(workers, worker, microbatches) for worker in range(workers))
-
-
-def _v_order(workers: int, worker: int, microbatches: int) -> tuple[Action, ...]:
-    """One worker's order in the V; down is its stage on the way from the first worker, up the one on the way back."""
-    down, up = worker, 2 * workers - 1 - worker
-    behind = workers - worker
-    steady: tuple[tuple[Kind, int], ...] = (("F", down), ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
-    phases: list[tuple[int, tuple[tuple[Kind, int], ...]]] = [
-        (2 * behind - 1, (("F", down),)),
-        (worker, (("F", up), ("F", down))),
-        (behind, (("F", up), ("I", up), ("W", up))),
-        (max(0, microbatches - worker - behind), steady),
-        (worker, (("I", down), ("I", up))),
-        (behind, (("I", down), ("W", down))),
-        (microbatches, (("W", up), ("W", down))),
-    ]
-    order: list[Action] = []
-    done: dict[tuple[Kind, int], int] = {}
-    for times, block in phases:
-        for _ in range(times):
-            for kind, stage in block:
-                count = done.get((kind, stage), 0)
-                if count < microbatches:
-                    order.append(Action(kind, stage, count))
-                    done[kind, stage] = count + 1
-    return tuple(order)

@@ -14,7 +14,7 @@ from stageflow.graph import StageSpec
 from stageflow.split import blocks, export, sequence
 from stageflow.split.deferred import DeferredModel, as_model
 from stageflow.split.hooks import carry_hooks
-from stageflow.split.request import BALANCES, Balance, Request, as_call
+from stageflow.split.request import BALANCES, Balance, ExampleFailed, Request, as_call
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
 
 __all__ = ["InputsUsed", "LayerInfo", "Split", "StageSpec", "split_model"]
@@ -54,18 +54,22 @@ def split_model(
     _check_arguments(stages, split, balance, boundaries)
     request = _request(model, example, stages, balance, boundaries, weights)
     problems: dict[str, str] = {}
+    cause: BaseException | None = None
     for way in _WAYS if split == "auto" else (split,):
         try:
             result = _WAYS[way](request)
+        except ExampleFailed as problem:
+            layer = "" if cause is None else f" ({problems['sequence']})"
+            raise SplitError(f"{problem}{layer}; nothing was cut and no stage has started") from problem.__cause__
         except SplitError as problem:
-            problems[way] = str(problem)
+            problems[way], cause = str(problem), cause or problem.__cause__
             continue
         if request.deferred is None:  # else each worker's own build registers them
             carry_hooks(request.model, result)
         result.reason += "".join(f"; not by {other}: {problem}" for other, problem in problems.items())
         return result
     listing = "".join(f"\n  {way}: {problem}" for way, problem in problems.items())
-    raise SplitError(f"{type(request.model).__name__} can't be cut into {stages} stages:{listing}")
+    raise SplitError(f"{type(request.model).__name__} can't be cut into {stages} stages:{listing}") from cause
 
 
 def _check_arguments(stages: int, split: str, balance: str, boundaries: Sequence[str] | None) -> None:

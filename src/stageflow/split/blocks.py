@@ -21,7 +21,7 @@ from stageflow.split.replay.needs import Flow
 from stageflow.split.replay.opening import Opening, record_calls
 from stageflow.split.replay.stage import haunt, switch_cache_off
 from stageflow.split.replay.trace import Trace, run_trace
-from stageflow.split.request import Request
+from stageflow.split.request import ExampleFailed, Request
 from stageflow.split.spec import Split
 from stageflow.split.state import named_state, take_census
 
@@ -87,7 +87,13 @@ def _trace(work: nn.Module, request: Request) -> Trace:
     """Record the model on the example, taken apart until nothing escapes and there are cuts enough."""
     assert request.example is not None
     hollow = request.deferred is not None
-    opening = Opening(work, record_calls(work, request.example, hollow))
+    try:
+        calls = record_calls(work, request.example, hollow)
+    except Exception as problem:
+        raise ExampleFailed(
+            f"running {type(request.model).__name__} on the example failed: {type(problem).__name__}: {problem}"
+        ) from problem
+    opening = Opening(work, calls)
     opening.start()
     for path in request.boundaries or ():
         if not opening.open_around(path):

@@ -18,6 +18,10 @@ Balance = Literal["time", "parameters"]
 BALANCES: tuple[Balance, ...] = get_args(Balance)
 
 
+class ExampleFailed(SplitError):
+    """The model itself raised on the example; that exception is ``__cause__``, and no other way to cut would help."""
+
+
 class ListedModules(nn.Sequential):
     """A list of modules as one model: the first takes the model's arguments, each other one the value before it."""
 

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,66 @@ def test_a_split_knows_names_and_costs():
 def test_a_split_that_loses_or_doubles_anything_is_refused(changes, problem):
     with pytest.raises(SplitError, match=problem):
         a_split(**changes)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        raise KeyError("boom")
+
+
+@pytest.mark.parametrize("split", ["auto", "blocks", "export"])
+def test_a_model_that_fails_on_the_example_is_told_as_such_with_its_own_exception(split):
+    with pytest.raises(
+        SplitError, match=r"(?s)Failing( on the example failed|.*fails on the example): .*boom"
+    ) as caught:
+        split_model(Failing(), (torch.ones(2, 4),), stages=2, split=split)
+    assert type(caught.value.__cause__) is KeyError
+    assert "nothing was cut and no stage has started" in str(caught.value) or split == "export"
+
+
+def test_a_layer_of_a_sequence_that_fails_is_named():
+    layers = [nn.Linear(4, 4), nn.Linear(5, 4)]
+    with pytest.raises(SplitError, match=r"running ListedModules .* \(layer '1' fails on the example: mat1") as caught:
+        split_model(layers, (torch.ones(2, 4),), stages=2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class Threaded(nn.Module):
+    """Runs its middle in a thread that it starts itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, last = self.layers
+        x = first(x)
+        found = []
+        work = {"layers": lambda: third(torch.relu(second(x))), "glue": lambda: x * 2.0}[self.what]
+        thread = threading.Thread(target=lambda: found.append(work()))
+        thread.start()
+        thread.join()
+        return last(found[0])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("layers", "it calls 'layers.1' in a thread of its own"), ("glue", "that no call of torch in this thread made")],
+)
+def test_a_forward_with_a_thread_of_its_own_is_refused_by_name(what, words):
+    with pytest.raises(SplitError, match=f"can't be taken apart: .*{words}"):
+        split_model(Threaded(what), (torch.ones(2, 4),), stages=2, split="blocks")
+
+
+@pytest.mark.parametrize("what", ["layers", "glue"])
+def test_a_part_with_a_thread_of_its_own_stays_in_one_piece(what):
+    model = nn.Sequential(nn.Linear(4, 4), Threaded(what), nn.Linear(4, 4))
+    found = split_model(model, (torch.ones(2, 4),), stages=3, split="blocks")
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,14 @@ class Timeline(TorchFunctionMode):
 
     A torch function mode while the model's own code runs between atoms; taken off inside them, where torch runs at
     its own speed.
+
+    thread: in which it runs. What the model does in others can't be put in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inside = False
+        self.thread = threading.get_ident()
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An atom's forward is called."""

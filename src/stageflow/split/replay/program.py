@@ -99,6 +99,13 @@ class ReplayProgram:
             output = None
         except GhostTouched as problem:
             raise SplitError(self._explain(problem, run)) from problem
+        except Exception as problem:
+            if run.strayed is None:
+                raise
+            raise SplitError(
+                f"stage {self.index}: the model's forward calls {run.strayed!r} in a thread of its own, which it did "
+                "not on the example; split with an example that shows it"
+            ) from problem
         finally:
             self.stand.current = outer
             self._restore_ghosts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ class Run(Timeline):
 
     log: of the past. record: of the live part.
     arrived: the received values, as the model holds them.
+    strayed: an atom that was called in another thread than the rest.
     kept, spare, text: once the stage is over, what is to be sent, by key; which of it only in case; and the log.
     """
 
@@ -45,6 +47,7 @@ class Run(Timeline):
         self.kept: dict[str, Tensor] = {}
         self.spare: list[str] = []
         self.text = ""
+        self.strayed: str | None = None
         self._received = received
         self._came = {int(key.partition(".")[0]) for key in received if key[0].isdigit()}
         self._count = 0  # events so far
@@ -87,6 +90,9 @@ class Run(Timeline):
         return result
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            self.strayed = path  # what is raised here is lost with its thread
+            raise SplitError(f"{path!r} is called in a thread of its own")
         call = self._calls[path]
         self._calls[path] = call + 1
         number = self._count

@@ -40,16 +40,23 @@ class Surroundings:
                 self._seal("it calls modules inside an autograd.Function", frame)
         return tuple(found)
 
-    def seal(self, reason: str, unless_whole: bool = False) -> bool:
+    def seal(self, reason: str, *, called: str | None = None, unless_whole: bool = False) -> bool:
         """Keep the module whose code is running in one piece.
 
-        unless_whole: not if that is the whole model. Returns whether it is sealed.
+        called: the module that this code calls, if it does. unless_whole: not if the code is the whole model's.
+        Returns whether it is sealed.
         """
-        return self._seal(reason, sys._getframe(1), unless_whole)
+        return self._seal(reason, sys._getframe(1), called, unless_whole)
 
-    def _seal(self, reason: str, frame: FrameType, unless_whole: bool = False) -> bool:
+    def seal_in_thread(self, reason: str, thread: int) -> None:
+        """Keep the module in one piece whose code is running in another thread, by that thread's number."""
+        frame = sys._current_frames().get(thread)
+        if frame is not None:
+            self._seal(reason, frame)
+
+    def _seal(self, reason: str, frame: FrameType, called: str | None = None, unless_whole: bool = False) -> bool:
         paths = (self._paths.get(id(outer.f_locals.get("self"))) for outer in _out_from(frame))
-        path = next((path for path in paths if path is not None), "")
+        path = next((path for path in paths if path is not None and path != called), "")
         if path or not unless_whole:
             self.sealed.setdefault(path, reason)
         return bool(path) or not unless_whole

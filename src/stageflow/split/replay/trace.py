@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,7 @@ class Trace(Timeline):
         self._values: dict[int, Value] = {}
         self._calls: dict[str, int] = defaultdict(int)
         self._atom: TraceEvent | None = None
+        self._transforming = False
         self._used: set[Value] = set()
         self._compiled = {path for path, module in model.named_modules() if is_compiled(module)}
         for name, tensor, _ in named_state(model):
@@ -89,6 +91,9 @@ class Trace(Timeline):
         return self._record(TraceEvent(len(self.events), name, random=random), func, args, kwargs)
 
     def atom(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            self.surroundings.seal_in_thread(f"it calls {path!r} in a thread of its own", self.thread)
+            return forward(*args, **kwargs)
         event = TraceEvent(len(self.events), path, call=self._calls[path], example=(args, kwargs))
         self._calls[path] += 1
 
@@ -206,11 +211,16 @@ class Trace(Timeline):
             self.escapes.setdefault(maker[1], reason)
         elif tensor.grad_fn is not None:
             maker_name = tensor.grad_fn.name()
-            self.surroundings.seal(f"{event.name!r} uses a tensor of {maker_name} that no call of torch seems to make")
+            self.surroundings.seal(
+                f"{event.name!r} uses a tensor of {maker_name} that no call of torch in this thread made",
+                # what a transform of torch.func gives at its end is made again by each stage that goes through it
+                called=event.name if event.is_atom and not self._transforming else None,
+            )
         return self._enter(Value(f"c{len(self._values)}", -1, tensor, tainted=False))
 
     def _wrapped(self, tensor: Tensor, event: TraceEvent) -> Value:
         """What a transform of torch.func made of a tensor stands for that tensor; a ghost can't be transformed."""
+        self._transforming = True
         while functorch.is_functorch_wrapped_tensor(tensor):
             tensor = functorch.get_unwrapped(tensor)
         value = self._values.get(id(tensor))

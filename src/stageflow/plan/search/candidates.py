@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import Literal
 
@@ -90,12 +91,15 @@ class PlacementSearch:
         return min(candidate, Candidate(self, best, candidate.reach), key=lambda each: each.key)
 
     def merged(self, candidate: Candidate) -> Candidate:
-        """Without the splits that don't pay: I and W become B, as many as the step gets no longer by."""
+        """Without the splits that don't pay: B rather than I and W wherever the step gets no longer by it."""
         if self.split != "auto" or candidate.named is not None:
             return candidate
         stages = range(self.problem.graph.n_stages)
-        for chosen in [stages, *([stage] for stage in stages)][: MOST_TRIES + 1]:
-            words = [_merge(word, chosen) for word in candidate.step.words]
+        chosen = [stages, *([stage] for stage in stages)][: MOST_TRIES + 1]
+        for far, some in product((True, False), chosen):
+            words = [_merge(word, some, far) for word in candidate.step.words]
+            if words == candidate.step.words:
+                continue
             step = self.decoder.run(words, None)
             if step is not None and step.seconds <= candidate.step.seconds * (1 + SAME):
                 candidate = Candidate(self, step, candidate.reach)
@@ -132,7 +136,15 @@ class Pool:
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            self.candidates.setdefault((id(candidate.search), *candidate.key), candidate)
+            key = (id(candidate.search), *candidate.key)
+            if key not in self.candidates or (candidate.named and not self.candidates[key].named):
+                self.candidates[key] = candidate
+
+    def winner(self) -> Candidate:
+        """The fastest; of several that are equal, one with a name."""
+        seconds = self.seconds * (1 + SAME)
+        equal = [candidate for candidate in self.candidates.values() if candidate.step.seconds <= seconds]
+        return min(equal, key=lambda candidate: (candidate.named is None, candidate.key))
 
     def best(self, number: int) -> list[Candidate]:
         """The fastest; of a placement that can't beat them by its own bound, none."""
@@ -145,9 +157,12 @@ class Pool:
         return sorted(able, key=lambda candidate: candidate.key)[:number]
 
 
-def _merge(word: Word, stages: Iterable[int]) -> Word:
-    """Each I of these stages that its W follows at once, as one B."""
+def _merge(word: Word, stages: Iterable[int], far: bool) -> Word:
+    """The I of these stages as B, where the W follows at once; far: all of them, wherever their W is."""
     chosen = set(stages)
+    if far:
+        merged = [letter for letter in word if letter & 3 != W or letter >> 2 not in chosen]
+        return [letter + B - I if letter & 3 == I and letter >> 2 in chosen else letter for letter in merged]
     merged: Word = []
     for letter in word:
         if letter & 3 == W and merged and merged[-1] == letter + I - W and letter >> 2 in chosen:

@@ -87,6 +87,8 @@ def find_schedule(
         raise InputError(f"needs microbatches >= 1, got {microbatches}")
     if metric not in ("makespan", "span"):
         raise InputError(f"unknown metric {metric!r}: use 'makespan' or 'span'")
+    if split not in (True, False, "auto"):
+        raise InputError(f"unknown split {split!r}: use 'auto', True or False")
     if not 0 <= seconds < float("inf"):
         raise InputError(f"seconds={seconds} is no time to search: give a number from 0 on")
     costs.check(stages, graph.edges)
@@ -126,7 +128,7 @@ def _best(searches: Sequence[PlacementSearch], bound: Bound, budget: int) -> Can
             if pool.seconds > enough and budget:
                 search = candidate.search
                 pool.add([search.walk(candidate, int(share * budget / walkers), heat, polish=walkers == 1)])
-    (best,) = pool.best(1)
+    best = pool.winner()
     return best.search.merged(best)
 
 

@@ -10,17 +10,14 @@ from stageflow.errors import StageflowError
 from stageflow.plan.search.problem import Problem
 from stageflow.schedule.build import SCHEDULES, build_schedule
 from stageflow.schedule.costs import at_stage
+from stageflow.schedule.families import FAMILIES
 from stageflow.schedule.memory import peak_memory
 from stageflow.schedule.schedule import Schedule
-
-STALE = "pipedream_2bw"  # not a step of the same mathematics
 
 
 def named_schedules(problem: Problem) -> Iterator[Schedule]:
     """Every named schedule on this graph and placement that trains and keeps within the memory limits."""
     for name in SCHEDULES:
-        if name == STALE:
-            continue
         for options in _options(problem, name):
             try:
                 schedule = build_schedule(
@@ -47,15 +44,19 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _options(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    """The defaults; where a builder takes a number of activations, also the most that fit; and the costs at hand."""
+    """The defaults, and what else the builder takes: times, as many activations as fit, larger groups."""
+    takes = FAMILIES[name].options
     yield {}
-    if name in ("zb_h1", "greedy"):
-        counts = _activations(problem)
-        if counts is not None:
-            yield {"memory": counts}
-    if name == "greedy":
+    if "costs" in takes:
         yield {"costs": problem.costs}
+    counts = _activations(problem)
+    if "memory" in takes and counts is not None:
+        yield {"memory": counts}
+    if "split" in takes:
         yield {"costs": problem.costs, "split": False}
+    if "group" in takes:
+        groups = {problem.n_workers + 1, -(-problem.microbatches // 2), problem.microbatches}
+        yield from ({"group": group} for group in sorted(groups) if group > problem.n_workers)
 
 
 def _activations(problem: Problem) -> int | None:

@@ -11,6 +11,7 @@ refuse      what is said when nothing fits
 
 from stageflow.plan.partition.block import Block, Device, Tie
 from stageflow.plan.partition.chain import split_chain
+from stageflow.plan.partition.graph import split_graph
 from stageflow.plan.partition.partition import Partition
 
-__all__ = ["Block", "Device", "Partition", "Tie", "split_chain"]
+__all__ = ["Block", "Device", "Partition", "Tie", "split_chain", "split_graph"]

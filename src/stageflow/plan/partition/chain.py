@@ -19,7 +19,7 @@ from stageflow.plan.partition.block import Block, Device, Tie
 from stageflow.plan.partition.frontier import Found, minimise
 from stageflow.plan.partition.model import InFlight, Load, Recompute, Rules, Weight, block_time, check, weigh
 from stageflow.plan.partition.partition import Partition, evaluate
-from stageflow.plan.partition.refuse import refusal
+from stageflow.plan.partition.refuse import least_memory, refusal
 
 GROWTH = 1.5  # of the limit, until a first partition is found
 HALVINGS = 6  # of the distance from there to a limit that is too low
@@ -184,7 +184,7 @@ class _Chain:
         least[width] = 0.0
         origins = np.zeros((len(self._devices), self._n + 1), int)
         for stage, device in enumerate(self._devices):
-            share = _least_memories(load, stage, self._rules) / device.memory
+            share = least_memory(load, stage, self._rules) / device.memory
             worst = np.maximum(sliding_window_view(least, width)[1 : self._n + 1], share)
             worst[np.isnan(load.time)] = math.inf
             choice = worst.argmin(axis=1)
@@ -271,11 +271,6 @@ class _Chain:
             following = users[np.searchsorted(users, np.minimum(starts, self._n))]
             total = total + np.where((following < ends) & (tie.blocks[0] < starts), tie.bytes, 0.0)
         return total
-
-
-def _least_memories(load: Load, stage: int, rules: Rules) -> np.ndarray:
-    ways = (True,) if rules.recompute is True else (False,) if rules.recompute is False else (False, True)
-    return np.minimum.reduce([load.memory(rules.kept[stage], rules.put_off[stage], way) for way in ways])
 
 
 def _trace_back(origins: np.ndarray, n: int) -> list[int]:

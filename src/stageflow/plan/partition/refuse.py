@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from stageflow.errors import SplitError
 from stageflow.plan.partition.block import Block, Device
@@ -19,7 +22,7 @@ def refusal(
     recomputing_fits: bool,
 ) -> SplitError:
     """The error for the stages that come closest to fitting. recomputing_fits: it would, if they might recompute."""
-    needs = [least_memory(load, stage, rules) for stage, load in enumerate(loads)]
+    needs = [number(least_memory(load, stage, rules)) for stage, load in enumerate(loads)]
     over = [need / device.memory for need, device in zip(needs, devices, strict=True)]
     worst = max(range(len(over)), key=over.__getitem__)
     members, load, kept = stages[worst], loads[worst], rules.kept[worst]
@@ -29,8 +32,9 @@ def refusal(
     problem = (
         f"no cut of {len(blocks)} blocks into {len(stages)} stages fits into memory. The closest leaves stage {worst} "
         f"({names}) in need of {size_words(needs[worst])} where its device has {size_words(devices[worst].memory)}: "
-        f"{size_words(number(load.static + load.tied))} of parameters, gradients and optimizer state, and {size_words(held)} of "
-        f"activations for {kept:g} micro-batches in flight{' with recomputation' if recomputing else ''}.\n"
+        f"{size_words(number(load.static + load.tied))} of parameters, gradients and optimizer state, and "
+        f"{size_words(held)} of activations for {kept:g} micro-batches in flight"
+        f"{' with recomputation' if recomputing else ''}.\n"
     )
     options = [f"It would fit with {over[worst]:.4g} times the memory on every device"]
     if recomputing_fits:
@@ -42,8 +46,7 @@ def refusal(
     return SplitError(f"{problem}{', or '.join(options)}.")
 
 
-def least_memory(load: Load, stage: int, rules: Rules) -> float:
-    """Bytes that a stage takes at the least, as far as it may recompute."""
+def least_memory(load: Load, stage: int, rules: Rules) -> Any:
+    """Bytes that a stage takes at the least, as far as it may recompute; of many stages, an array."""
     ways = (True,) if rules.recompute is True else (False,) if rules.recompute is False else (False, True)
-    return min(number(load.memory(rules.kept[stage], rules.put_off[stage], way)) for way in ways)
-
+    return np.minimum.reduce([load.memory(rules.kept[stage], rules.put_off[stage], way) for way in ways])

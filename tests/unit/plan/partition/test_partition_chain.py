@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from instances import all_cuts, best_step, random_instance, step_of
+from partition_instances import all_cuts, best_step, random_instance, step_of
 
 from stageflow.errors import InputError, SplitError
 from stageflow.plan.partition import Block, Device, Tie, split_chain

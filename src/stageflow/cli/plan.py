@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stageflow.cli.simulate import times_of
+from stageflow.cli.costs import B_MEANS, backward_times, times_of
 from stageflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--f", type=times_of, metavar="T", help="forward (1)")
     times.add_argument("--i", type=times_of, metavar="T", help="gradient of the inputs (1, or half of --b)")
     times.add_argument("--w", type=times_of, metavar="T", help="gradient of the weights (1, or half of --b)")
-    times.add_argument("--b", type=times_of, metavar="T", help="whole backward (--i plus --w)")
+    times.add_argument("--b", type=times_of, metavar="T", help=B_MEANS)
     times.add_argument("--hop", type=float, metavar="T", help="from one device to the next (0)")
     output = parser.add_argument_group("search and output")
     output.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of searching, about (10)")
@@ -104,22 +104,17 @@ def _blocks(args: argparse.Namespace, stages: int) -> list[Block]:
     """One block per stage, of one activation each."""
     from stageflow.plan import Block
 
-    given = {name: _per_stage(getattr(args, name), name, stages) for name in ("f", "i", "w", "b")}
+    i, w, b = backward_times(args.i, args.w, args.b)
+    given = {"f": 1.0 if args.f is None else args.f, "i": i, "w": w, "b": b}
+    f, i, w, b = (_per_stage(times, name, stages) for name, times in given.items())
     blocks: list[Block] = []
     for stage in range(stages):
-        f, i, w, b = (None if times is None else times[stage] for times in given.values())
-        i = i if i is not None else 1.0 if b is None else max(0.0, b - w) if w is not None else b / 2
-        w = w if w is not None else 1.0 if b is None else max(0.0, b - i)
-        times = {"forward": 1.0 if f is None else f, "backward": i + w if b is None else b}
-        blocks.append(
-            Block(f"stage {stage}", **times, backward_input=i, backward_weight=w, activation=1, deferred=1, output=1)
-        )
+        times = {"forward": f[stage], "backward_input": i[stage], "backward_weight": w[stage]}
+        blocks.append(Block(f"stage {stage}", **times, backward=b[stage], activation=1, deferred=1, output=1))
     return blocks
 
 
-def _per_stage(times: float | Sequence[float] | None, name: str, stages: int) -> Sequence[float] | None:
-    if times is None:
-        return None
+def _per_stage(times: float | Sequence[float], name: str, stages: int) -> Sequence[float]:
     listed = [times] * stages if isinstance(times, (int, float)) else times
     if len(listed) != stages:
         raise InputError(f"--{name} has {len(listed)} times for {stages} stages: give one, or one per stage")

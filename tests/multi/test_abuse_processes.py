@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import stageflow as sf
@@ -77,3 +78,15 @@ def test_paths_are_those_of_the_driver_even_after_it_changed_folder(tmp_path, mo
 def test_a_timeout_may_be_infinite():
     with make(timeout=float("inf")) as pipe:
         assert pipe.train_step(X, target=Y).item() == losses(1)[0]
+
+
+def test_each_process_loads_its_own_part_of_stored_weights(tmp_path, monkeypatch):
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    stored = build()
+    save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with sf.Pipeline(build, 2, 2, loss=F.mse_loss, weights="model.safetensors") as pipe:
+        torch.testing.assert_close(pipe.predict(X), stored(X))
+        assert [held["parameters"] for held in pipe.memory()] == [80, 80]

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -103,6 +104,20 @@ def check_functions(**functions: Any) -> None:
             )
         if value is not None and not callable(value):
             raise InputError(f"{name}= must be a function, got {type(value).__name__}: {value!r}")
+
+
+def check_weights(weights: Any, model: Model) -> Path | None:
+    """The whole path, for workers that may be in another folder. Raises InputError for what is none."""
+    if weights is None:
+        return None
+    if isinstance(model, (nn.Module, Sequence)):
+        raise InputError("weights= is for a model given as a function; a module brings its own: load them into it")
+    if not isinstance(weights, (str, Path)):
+        raise InputError(f"weights must be the path of a safetensors file or of a folder of them, got {weights!r}")
+    path = Path(weights).expanduser().absolute()
+    if not path.exists():
+        raise InputError(f"weights={str(weights)!r}, but there is nothing at {path}")
+    return path
 
 
 def check_options(

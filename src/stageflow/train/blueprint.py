@@ -20,6 +20,7 @@ from stageflow.transport.structure import flatten
 if TYPE_CHECKING:
     from stageflow.plan import Plan
 
+MANY = 1024  # micro-batches
 SHORT_SEARCH = 1.0  # seconds, for a batch that comes once in an epoch
 
 
@@ -60,7 +61,7 @@ class Blueprint:
         self._shown: frozenset[str] = frozenset()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         # every further schedule, of a smaller batch or after the split, has to be for these same workers
-        schedule = self.schedule_for(microbatches)
+        schedule = self.outline
         if schedule.refusal is not None:
             raise InputError(schedule.refusal)
         if not schedule.has_backward:  # a step would give a loss and learn nothing
@@ -104,7 +105,16 @@ class Blueprint:
     @property
     def placement(self) -> tuple[int, ...]:
         """The worker of each stage."""
-        return self.schedule_for(self.microbatches).placement
+        return self.outline.placement
+
+    @property
+    def outline(self) -> Schedule:
+        """The schedule of a full batch, or of fewer micro-batches, for the same stages on the same workers.
+
+        To make and prove one for very many takes long; that has time until a batch has shown that it gives so many.
+        """
+        named = not isinstance(self._wanted, Schedule)
+        return self.schedule_for(min(self.microbatches, MANY) if named else self.microbatches)
 
     def schedule_for(self, microbatches: int, *, train: bool = True) -> Schedule:
         """The validated schedule of a batch of so many micro-batches."""
@@ -165,7 +175,7 @@ class Blueprint:
         """One setup per worker; `shared`: what is the same in all."""
         split = self._split
         assert split is not None
-        schedule = self.schedule_for(self.microbatches)
+        schedule = self.outline
         options: StageOptions = shared["options"]
         if self.plan is not None and options.recompute is None:
             shared["options"] = replace(options, recompute=recompute_of(self.plan))

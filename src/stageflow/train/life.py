@@ -68,6 +68,11 @@ class Life:
         self._doing = what
         try:
             yield
+        except BaseException as error:
+            if self.broken:
+                first_line = str(error).partition("\n")[0]
+                self.end(f"it ended after a failure in {what} ({type(error).__name__}: {first_line})")
+            raise
         finally:
             self._turn.release()
 
@@ -125,8 +130,9 @@ class Life:
         from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used
 
         blueprint = self._blueprint
-        schedule = blueprint.schedule_for(blueprint.microbatches)
+        schedule = blueprint.outline
         facts = model_facts(self._model) | {"stages": blueprint.stages, "schedule": str(schedule)}
+        facts["microbatches"] = blueprint.microbatches
         ranks = Ranks(schedule.n_workers, self._starting["devices"], self._starting["timeout"], facts)
         try:
             if blueprint.undecided:

@@ -28,6 +28,7 @@ from stageflow.train.arguments import (
     check_model,
     check_options,
     check_recompute,
+    check_weights,
     count_microbatches,
     count_stages,
     has_argument,
@@ -79,6 +80,8 @@ class Pipeline:
     launch: "processes" (of this machine), "threads" (in this process), "torchrun" (every rank runs this script);
         None: "torchrun" under torchrun, else "processes".
     device: "cpu", "cuda" (worker r gets device r), or one name for each worker.
+    weights: with a function for a model: a safetensors file, or a folder of them such as a Hugging Face model's, from
+        which each worker loads its own stages' weights.
     dtype: of parameters and buffers; None: as they are.
     autocast: dtype for `torch.autocast`, None for none.
     seed: of all random draws, which depend on (seed, step, micro-batch, layer) and nothing else.
@@ -114,6 +117,7 @@ class Pipeline:
         check_finite: bool = False,
         launch: Launch | None = None,
         device: str | Sequence[str] = "cpu",
+        weights: str | Path | None = None,
         dtype: torch.dtype | None = None,
         autocast: torch.dtype | None = None,
         seed: int = 0,
@@ -122,6 +126,7 @@ class Pipeline:
     ) -> None:
         self.launch: Launch = choose_launch(launch)
         self._model = check_model(model)
+        weights = check_weights(weights, model)
         check_reduction(reduction)
         check_functions(loss=loss, optimizer=optimizer, lr_scheduler=lr_scheduler, parameter_groups=parameter_groups)
         check_options(
@@ -159,7 +164,7 @@ class Pipeline:
             self.launch,
             self._blueprint,
             None if example is None else self._cut_example,
-            splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"]},
+            splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"], "weights": weights},
             starting={"devices": device, "threads": threads, "timeout": timeout},
             setting_up={
                 "options": StageOptions(loss, self._recompute, check_finite, autocast),
@@ -283,10 +288,7 @@ class Pipeline:
         self._known_to_workers.clear()
         if command.mode == "train":
             self._fresh = True
-        if self._life.broken:
-            first_line = str(error).partition("\n")[0]
-            self._life.end(f"it ended after a failure ({type(error).__name__}: {first_line})")
-        elif command.update and getattr(error, "action", None) == "update":
+        if command.update and getattr(error, "action", None) == "update":
             self._life.end("the optimizer failed, so some stages may be updated and others not: load a saved state")
 
     def _cut_example(self) -> MicroBatch:
@@ -341,7 +343,14 @@ class Pipeline:
             split = self._life.split("save()")
             crew = self._life.crew("save()")
             skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
-            crew.save(Path(directory), skip, Progress(self.steps, self._seed, split.aliases), self._model, self._dtype)
+            progress = Progress(self.steps, self._seed, split.aliases)
+            try:
+                crew.save(Path(directory), skip, progress, self._model, self._dtype)
+            except KeyboardInterrupt as error:
+                error.add_note(
+                    f"saving to {directory} was interrupted: it holds what it held before, or all of the new"
+                )
+                raise
 
     def load(self, directory: str | Path) -> None:
         """Take over what `save` wrote, by however many stages; of other safetensors directories the weights.
@@ -479,6 +488,12 @@ class Pipeline:
     def close(self) -> None:
         """End all workers; may be called twice."""
         self._life.end("it was closed")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a pipeline holds workers and can be neither copied nor pickled: make another one from the same model and "
+            "give it state_dict(), or save() and load()"
+        )
 
     def __enter__(self) -> Pipeline:
         return self

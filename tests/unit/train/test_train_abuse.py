@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -10,19 +13,25 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import stageflow as sf
-from stageflow.errors import InputError, LaunchError, SplitError, StageFailed
+from stageflow.errors import InputError, LaunchError, PipelineClosed, SplitError, StageFailed, StageflowError
 
 X, Y = torch.ones(4, 4), torch.zeros(4, 4)
 
 
-def make(model: nn.Module | None = None, **options: Any) -> sf.Pipeline:
+def make(model: Any = None, **options: Any) -> sf.Pipeline:
     torch.manual_seed(0)
-    options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1), "launch": "threads"} | options
-    return sf.Pipeline(model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 2, **options)
+    options = {
+        "microbatches": 2,
+        "loss": F.mse_loss,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "launch": "threads",
+    } | options
+    return sf.Pipeline(model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, **options)
 
 
 @pytest.mark.parametrize(
@@ -262,3 +271,91 @@ def test_what_can_not_be_copied_is_named():
 def test_an_example_that_is_none_is_refused_at_once(example):
     with pytest.raises(InputError, match="example must be a tuple of arguments"):
         make(example=example)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
+def test_a_pipeline_can_be_neither_copied_nor_pickled(way):
+    with make() as pipe, pytest.raises(InputError, match="holds workers and can be neither copied nor pickled"):
+        way(pipe)
+
+
+def test_very_many_micro_batches_cost_nothing_until_a_batch_gives_so_many():
+    began = time.monotonic()
+    with make(microbatches=100_000) as pipe:
+        with pytest.warns(UserWarning, match="4 samples gives 4 micro-batches, not 100000"):
+            loss = pipe.train_step(X, target=Y)
+        assert len(pipe.last_step.schedule.orders[0]) == 8
+    assert time.monotonic() - began < 10.0  # to make and prove the schedule of 100,000 takes longer
+    with make(microbatches=4) as same:
+        assert same.train_step(X, target=Y) == loss
+
+
+def test_ctrl_c_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with make() as pipe:
+        pipe.train_step(X, target=Y)
+        pipe.save(tmp_path / "run")
+        saved = pipe.state_dict()
+        pipe.train_step(X, target=Y)
+        with monkeypatch.context() as patch:
+            patch.setattr("stageflow.train.crew.write_config", interrupted)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                pipe.save(tmp_path / "run")
+        assert "it holds what it held before" in caught.value.__notes__[0]
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        pipe.load(tmp_path / "run")
+        assert all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_pipeline_whose_workers_ended_in_any_call_says_so_afterwards(monkeypatch):
+    with make(example=(X,)) as pipe:
+        pipe.state_dict()
+
+        def ended(*_: Any) -> None:
+            pipe._life._crew.close()  # type: ignore[union-attr]
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("stageflow.train.crew.DriverCrew.state", ended)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.state_dict()
+        with pytest.raises(PipelineClosed, match=r"ended after a failure in state_dict\(\) \(KeyboardInterrupt"):
+            pipe.train_step(X, target=Y)
+
+
+def _build() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def test_a_model_built_by_a_function_takes_its_weights_from_files(tmp_path, monkeypatch):
+    stored = _build()
+    save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for path in ("model.safetensors", tmp_path):
+        with make(_build, weights=path) as pipe:
+            torch.testing.assert_close(pipe.predict(X), stored(X))
+            held = [each["parameters"] for each in pipe.memory()]
+            assert held == [80, 80]  # each worker its own part
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "words"),
+    [
+        (_build, "nowhere", "there is nothing at /"),
+        (_build, 3, "must be the path of a safetensors file"),
+        (_build(), "nowhere", "a module brings its own"),
+    ],
+)
+def test_weights_that_can_not_be_are_refused_at_once(model, weights, words):
+    with pytest.raises(InputError, match=words):
+        make(model, weights=weights)
+
+
+def test_stored_weights_that_do_not_fit_are_told_by_name(tmp_path):
+    save_file({"0.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    with (
+        make(_build, weights=tmp_path) as pipe,
+        pytest.raises(StageflowError, match="not stored under their names.*0.bias"),
+    ):
+        pipe.train_step(X, target=Y)

@@ -17,7 +17,11 @@ from stageflow.schedule import Costs, Footprint, Schedule, build_schedule, peak_
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="runs the page's scripts in node, which is not installed")
 
-CHUNKS = {"interleaved_1f1b": (2, 3), "zb_v": (2,), "greedy": (1, 2, 3)}
+CHUNKS = {
+    **dict.fromkeys(("interleaved_1f1b", "looped_bfs", "interleaved_zb"), (2, 3)),
+    **dict.fromkeys(("zb_v", "v_half", "v_min"), (2,)),
+    "greedy": (1, 2, 3),
+}
 TIMES = [
     {"f": 1, "i": 1, "w": 1, "hop": 0, "transfer": 0},
     {"f": 1, "i": 1.4, "w": 0.7, "hop": 0.3, "transfer": 0},

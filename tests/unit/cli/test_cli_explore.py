@@ -37,7 +37,7 @@ def test_it_opens_with_the_settings_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_schedules_are_those_of_the_script() -> None:
-    table = read("schedules.js").split("const SCHEDULES = {")[1]
+    table = read("catalogue.js")
     assert tuple(re.findall(r'^  "?(\w+)"?: \{$', table, re.MULTILINE)) == SCHEDULES
 
 

@@ -100,7 +100,10 @@ function makeSlider(name) {
 
 for (const group of document.querySelectorAll("[data-sliders]"))
   group.append(...group.dataset.sliders.split(" ").map(makeSlider));
-$("schedule").append(...Object.keys(SCHEDULES).map((name) => element("option", { value: name }, name)));
+for (const [words, split] of [["Whole backward", false], ["Split backward", true]]) {
+  const names = Object.keys(SCHEDULES).filter((name) => SCHEDULES[name].split === split);
+  $("schedule").append(element("optgroup", { label: words }, ...names.map((name) => element("option", { value: name }, name))));
+}
 $("schedule").addEventListener("change", (event) => change({ schedule: event.target.value }));
 $("lessons").append(...LESSONS.map(([name, , wanted], n) => element("li", {},
   element("button", { type: "button", onclick: () => change({ ...DEFAULTS, ...wanted }, n) }, `${n + 1} ${name}`))));

@@ -23,7 +23,7 @@ const LESSONS = [
     "start where forwards do. All devices keep the same: little bubble in the memory of 1F1B.",
     { schedule: "zb_v", devices: 4, microbatches: 8 }],
   ["Slow links", "Values now take time on their way, and a link carries one at a time. In 1F1B each device waits for its " +
-    "neighbour again and again. Compare the schedules in the table below.",
+    "neighbour again and again. Take eager_1f1b, then compare them all in the table below.",
     { schedule: "1f1b", devices: 4, microbatches: 8, hop: 0.3, transfer: 0.4 }],
   ["A tight limit", "Each device has room for three activations. The greedy list scheduler keeps within the limit; " +
     "raise it and watch the step get shorter until more memory buys nothing.",

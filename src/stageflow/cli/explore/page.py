@@ -10,10 +10,23 @@ from typing import Any
 
 from stageflow.errors import InputError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "greedy")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "greedy",
+)
 """The schedules that the page builds."""
 
-MODEL = ("schedules.js", "greedy.js", "simulate.js")
+MODEL = ("schedules.js", "greedy.js", "catalogue.js", "simulate.js")
 """The scripts that build and simulate; they touch no document, so they run outside a browser too."""
 
 VIEW = ("timeline.js", "panels.js", "lessons.js", "controls.js")

@@ -32,60 +32,57 @@ function stagesOf(placement, devices) {
 
 const count = (n) => Array.from({ length: Math.max(0, n) }, (_, i) => i);
 
-function gpipe({ devices, microbatches, at }) {
-  return count(devices).map((d) => [F, B].flatMap((kind) => count(microbatches).map((m) => at(kind, d, m))));
+// One device's order: warm up with forwards, then a forward and a backward in turn, then the other backwards. A gradient
+// of weights follows each backward that leaves more than so many put off, or that had no forward before.
+function alternate(forwards, backwards, warmUp, weights = [], waiting = 0) {
+  const order = forwards.slice(0, warmUp);
+  let put = 0;
+  backwards.forEach((backward, done) => {
+    const hasForward = warmUp + done < forwards.length;
+    if (hasForward) order.push(forwards[warmUp + done]);
+    order.push(backward);
+    if (put < weights.length && (done + 1 - put > waiting || !hasForward)) order.push(weights[put++]);
+  });
+  return order.concat(weights.slice(put));
 }
 
-function oneFOneB({ devices, microbatches, at }) {
+// One stage per device; warmUp: how many forwards for so many devices behind.
+function inTurn({ devices, microbatches, at }, warmUp) {
+  const all = (kind, d) => count(microbatches).map((m) => at(kind, d, m));
+  return count(devices).map((d) => alternate(all(F, d), all(B, d), warmUp(devices - 1 - d)));
+}
+
+// All micro-batches of a device's first stage, then of its next; backwards the other way.
+function breadthFirst({ devices, microbatches, chunks, at }) {
   return count(devices).map((d) => {
-    const warmUp = Math.min(devices - 1 - d, microbatches);
-    const order = count(warmUp).map((m) => at(F, d, m));
-    for (let m = 0; m < microbatches; m++) {
-      if (warmUp + m < microbatches) order.push(at(F, d, warmUp + m));
-      order.push(at(B, d, m));
-    }
-    return order;
+    const through = (kind, stages) => stages.flatMap((stage) => count(microbatches).map((m) => at(kind, stage, m)));
+    const stages = count(chunks).map((c) => c * devices + d);
+    return [...through(F, stages), ...through(B, stages.slice().reverse())];
   });
 }
 
-function interleaved({ devices, microbatches, chunks, at }) {
+// Micro-batches in groups, each through all stages of a device before the next. warmUp: forwards per device, given the
+// size of a group; kinds: those of the backward.
+function grouped({ devices, microbatches, chunks, at }, kinds, warmUp) {
   const groups = Math.max(1, Math.floor(microbatches / devices));
   const each = Math.floor(microbatches / groups), more = microbatches % groups;
   const sizes = count(groups).map((g) => each + (g < more ? 1 : 0));
-  const grouped = (kind, stages) => {
-    const order = [];
-    let first = 0;
-    for (const size of sizes) {
-      for (const stage of stages) for (let m = first; m < first + size; m++) order.push(at(kind, stage, m));
-      first += size;
-    }
-    return order;
-  };
+  const firsts = sizes.map((_, g) => sizes.slice(0, g).reduce((sum, size) => sum + size, 0));
   return count(devices).map((d) => {
-    const stages = count(chunks).map((c) => c * devices + d);
-    const forwards = grouped(F, stages), backwards = grouped(B, stages.slice().reverse());
-    const warmUp = Math.min(forwards.length, 2 * (devices - 1 - d) + (chunks - 1) * sizes[0]);
-    const order = forwards.slice(0, warmUp);
-    for (let n = warmUp; n < forwards.length; n++) order.push(forwards[n], backwards[n - warmUp]);
-    return order.concat(backwards.slice(forwards.length - warmUp));
+    const stages = count(chunks).map((c) => c * devices + d), back = stages.slice().reverse();
+    const order = (kind, way) => sizes.flatMap((size, g) =>
+      way.flatMap((stage) => count(size).map((m) => at(kind, stage, firsts[g] + m))));
+    const [backwards, weights] = kinds.map((kind) => order(kind, back));
+    return alternate(order(F, stages), backwards, warmUp(d, sizes[0]), weights, d);
   });
 }
 
-// zb_h1 and zb_h2: forwards to warm up, then F and I in turn; a W after each I that leaves too many put off.
+// kept: how many activations a device may keep.
 function zeroBubble({ devices, microbatches, at }, kept) {
   return count(devices).map((d) => {
-    const behind = devices - 1 - d;
-    const warmUp = Math.max(0, Math.min(2 * behind, behind + kept - devices));
-    const order = count(Math.min(warmUp, microbatches)).map((m) => at(F, d, m));
-    let weights = 0;
-    for (let m = 0; m < microbatches; m++) {
-      const hasForward = warmUp + m < microbatches;
-      if (hasForward) order.push(at(F, d, warmUp + m));
-      order.push(at(I, d, m));
-      if (m + 1 - weights > kept - 1 - warmUp || !hasForward) order.push(at(W, d, weights++));
-    }
-    while (weights < microbatches) order.push(at(W, d, weights++));
-    return order;
+    const behind = devices - 1 - d, warmUp = Math.max(0, Math.min(2 * behind, behind + kept - devices));
+    const [forwards, inputs, weights] = [F, I, W].map((kind) => count(microbatches).map((m) => at(kind, d, m)));
+    return alternate(forwards, inputs, warmUp, weights, kept - 1 - warmUp);
   });
 }
 
@@ -114,44 +111,34 @@ function zbV({ devices, microbatches, at }) {
   });
 }
 
-// What the page knows of each schedule. chunks: fewest and most stages per device.
-const SCHEDULES = {
-  gpipe: {
-    build: gpipe, chunks: [1, 1], split: false, place: loop,
-    says: "All forwards, then all backwards. Every device keeps the activations of the whole batch.",
-    source: "Huang et al. 2019, GPipe",
-  },
-  "1f1b": {
-    build: oneFOneB, chunks: [1, 1], split: false, place: loop,
-    says: "A backward as soon as there is one, then a forward. The same bubble as GPipe with far less memory.",
-    source: "Narayanan et al. 2021, PipeDream-Flush",
-  },
-  interleaved_1f1b: {
-    build: interleaved, chunks: [2, 4], split: false, place: loop,
-    says: "Several smaller stages per device, round and round: the ramps get shorter, the messages more.",
-    source: "Narayanan et al. 2021, Megatron-LM",
-  },
-  zb_h1: {
-    build: (given) => zeroBubble(given, given.devices), chunks: [1, 1], split: true, place: loop,
-    says: "The backward is split. Gradients of weights (W) wait for a gap, in the memory of 1F1B.",
-    source: "Qi et al. 2024, Zero Bubble",
-  },
-  zb_h2: {
-    build: (given) => zeroBubble(given, 2 * given.devices - 1), chunks: [1, 1], split: true, place: loop,
-    says: "As zb_h1 with about twice the memory: more forwards up front leave no gap between steps.",
-    source: "Qi et al. 2024, Zero Bubble",
-  },
-  zb_v: {
-    build: zbV, chunks: [2, 2], split: true, place: fold,
-    says: "Two stages per device in a V, so backwards start where forwards do: little bubble in little memory.",
-    source: "Qi et al. 2024, Controllable Memory",
-  },
-  greedy: {
-    build: greedy, chunks: [1, 4], split: true, place: fold,
-    says: "No pattern: a free device takes the best of what can start, for these times and this memory limit.",
-    source: "List scheduling",
-  },
-};
+// Every micro-batch takes the same block, six slots after the one before. starts: for a device, the slots of F of its
+// first and second stage, and of I of its second and first. Ws take what is left over, the oldest first.
+function repeated({ devices, microbatches, at }, starts) {
+  return count(devices).map((d) => {
+    const up = 2 * devices - 1 - d, parts = [[F, d], [F, up], [I, up], [I, d]], taken = new Map();
+    starts(d).forEach((start, n) => count(microbatches).forEach((m) => taken.set(start + 6 * m, [...parts[n], m])));
+    const order = [], weights = [];
+    for (let slot = 0; slot <= Math.max(...taken.keys()); slot++) {
+      const [kind, stage, m] = taken.get(slot) || [];
+      if (kind === undefined) order.push(...weights.splice(0, 1));
+      else {
+        order.push(at(kind, stage, m));
+        if (kind === I) weights.push(at(W, stage, m));
+      }
+    }
+    return order.concat(weights);
+  });
+}
+
+function vHalf(given) {
+  const p = given.devices, e = p % 2 ? 0 : 3;
+  return repeated(given, (d) => [2 * d, 3 * p - d - 2, 3 * p + e + 2 * d - 1, 6 * p + e - d - 2]);
+}
+
+function vMin(given) {
+  const p = given.devices, e = p % 3 ? 0 : 2;
+  return repeated(given, (d) => [d, 2 * p - 1 - d, 2 * p + e + d, 4 * p + e - d - 1]);
+}
 
 // A schedule for these settings. costs: of one stage, see simulate.js. limit: activations of a stage per device, or 0.
 function buildSchedule(name, { devices, microbatches, chunks, costs, limit }) {

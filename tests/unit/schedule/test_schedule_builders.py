@@ -129,6 +129,27 @@ def test_greedy_keeps_to_its_memory(data: st.DataObject, stages: int, workers: i
     assert all(peak <= limit for peak, limit in zip(peaks, memory, strict=True))
 
 
+@settings(max_examples=60)
+@given(
+    p=st.integers(1, 5),
+    m=st.integers(1, 16),
+    times=st.lists(st.integers(0, 9), min_size=30, max_size=30),
+    even=st.booleans(),
+    hop=st.integers(0, 12),
+)
+def test_zb_v_for_given_times_keeps_to_its_memory(p: int, m: int, times: list[int], even: bool, hop: int) -> None:
+    costs = Costs(*(times[k] if even else times[k : k + 2 * p] for k in (0, 10, 20)), hop=hop)
+    schedule = build_schedule("zb_v", stages=2 * p, microbatches=m, costs=costs)
+    assert max(schedule.validate().peak_activations) <= 2 * p
+
+
+def test_zb_v_for_given_times_is_the_pattern_when_those_are_equal() -> None:
+    for p in range(1, 7):
+        for m in (2 * p, 3 * p + 1):
+            found = build_schedule("zb_v", stages=2 * p, microbatches=m, costs=Costs())
+            assert found.simulate().span == build_schedule("zb_v", stages=2 * p, microbatches=m).simulate().span
+
+
 def test_greedy_in_a_loop_reaches_the_least_possible_time() -> None:
     """The last worker can't start before (p-1)(F+c), and then has all its work to do."""
     costs = Costs(5, 5, 5, hop=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stageflow.schedule import Costs, Footprint, Schedule, build_schedule, peak_memory
+from stageflow.schedule import Action, Costs, Footprint, Schedule, build_schedule, depends_on, peak_memory
 
 # F, I, W: all equal, the usual order of a transformer, I longer than F, W long, W short.
 TIMES = [(5, 5, 5), (10, 9, 6), (5, 7, 4), (6, 6, 6), (9, 5, 1), (8, 8, 7)]
@@ -116,6 +116,23 @@ def test_zero_bubble_with_one_stage_per_worker(times: tuple[int, int, int]) -> N
             assert f + i - 2 * w or h2.simulate(costs).makespan == m * (f + i + w) + (p - 1) * f
 
 
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_hops(p: int) -> None:
+    """Spans that Qi et al. 2024 give, with short hops of c."""
+    f, i, w, c, m = 20, 22, 18, 2, 3 * p
+    total, costs = f + i + w, Costs(f, i, w, hop=c)
+    spans = {
+        name: build_schedule(name, stages=p, microbatches=m).simulate(costs).span for name in ("1f1b", "zb_h1", "zb_h2")
+    }
+    assert spans["1f1b"] == (m + p - 1) * total + (c * (2 * (p - 1) * m // p + 2 * (p - 2)) if p > 1 else 0)
+    assert spans["zb_h1"] == m * total + (p - 1) * (f + i - w + 4 * c)
+    assert spans["zb_h2"] == m * total + (p - 1) * (f + i - 2 * w + 2 * c)
+    for v in (2, 3):
+        interleaved = build_schedule("interleaved_1f1b", stages=p * v, workers=p, microbatches=m)
+        rounds = 2 * p * v - 2 if p > 1 else 0
+        assert interleaved.simulate(costs).span == (m * v + p - 1) * total + c * rounds
+
+
 def test_zb_v() -> None:
     for p, more in itertools.product(range(1, 9), (0, 1, 7)):
         m = 2 * p - 1 + more
@@ -144,6 +161,45 @@ def test_v_half_does_not_idle_more_for_more_micro_batches() -> None:
                 for m in (4 * p, 6 * p, 8 * p)
             }
             assert (len(idle) == 1) == same, (p, times, idle)
+
+
+def span_idle_in_pairs(schedule: Schedule, costs: Costs) -> float:
+    """As `span_idle` if a forward and the whole backward after it start and end together, as overlapping ones do."""
+    pairs = {
+        action: (action, after)
+        for order in schedule.orders
+        for action, after in itertools.pairwise(order)
+        if (action.kind, after.kind) == ("F", "B")
+    }
+    ended: dict[Action, float] = {}
+    queues = [list(order) for order in schedule.orders]
+    free, first = [0.0] * len(queues), [0.0] * len(queues)
+    while any(queues):
+        for worker, queue in enumerate(queues):
+            while queue:
+                together = pairs.get(queue[0], (queue[0],))
+                needs = [n for a in together for n in depends_on(a, schedule.graph, schedule.whole_backward)]
+                if not all(need in ended for need in needs):
+                    break
+                start = max([free[worker], *(ended[need] for need in needs)])
+                if len(queue) == len(schedule.orders[worker]):
+                    first[worker] = start
+                free[worker] = start + sum(costs.of(action) for action in together)
+                ended.update(dict.fromkeys(together, free[worker]))
+                del queue[: len(together)]
+    spans = [end - start for start, end in zip(first, free, strict=True)]
+    return max(spans) - max(schedule.simulate(costs).busy)
+
+
+@pytest.mark.parametrize("times", [(5, 5, 5), (8, 8, 7), (4, 4, 1), (3, 3, 2)])
+def test_dualpipe_formula_of_its_authors(times: tuple[int, int, int]) -> None:
+    """(p/2-1)(F&B + B - 3W), F&B a forward and a backward that overlap: here both are done in the time of both. The
+    formula takes an F to be as long as an I."""
+    f, i, w = times
+    for half in range(1, 5):
+        for name, counts in (("dualpipe", (2 * half, 4 * half + 2)), ("dualpipe_v", (2 * half, 2 * half + 3))):
+            schedule = build_schedule(name, stages=counts[0], microbatches=counts[1])
+            assert span_idle_in_pairs(schedule, Costs(*times)) == (half - 1) * ((f + i + w) + (i + w) - 3 * w), name
 
 
 @pytest.mark.parametrize("times", [(5, 5, 5), (10, 9, 6), (8, 8, 7), (6, 4, 3)])

@@ -28,9 +28,9 @@ def dualpipe(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -
     microbatches: per copy, at least p.
 
     For p workers, m micro-batches in all and W <= I <= F <= I+W: idle time (p/2-1)(F+I-W); peak p+1 activations of a
-    stage next to twice the weights. The report gives (p/2-1)(F&B + B - 3W), with F&B the time of a forward and a
-    backward that overlap and end together and B = I+W: here F&B would be F+B, and less idle time is left since a
-    forward's values are sent before the backward next to it has ended.
+    stage next to twice the weights. The report gives (p/2-1)(F&B + B - 3W), with B = I+W and F&B the time of a forward
+    and a backward that overlap and end together. Here a forward's values are sent before the backward next to it has
+    ended, so less idle time is left than with F&B = F+B.
 
     Raises InputError for an odd number of stages or too few micro-batches.
     """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action, Kind, Orders
+from stageflow.schedule.builders.common import SPLIT
 from stageflow.schedule.builders.zero_bubble import zb_h1
 from stageflow.schedule.costs import Costs
 from stageflow.schedule.placement import fold
@@ -39,7 +41,7 @@ def zb_v(graph: StageGraph, placement: tuple[int, ...], microbatches: int, costs
     if costs is None or microbatches < 2 * workers:
         return tuple(_pattern(workers, worker, microbatches) for worker in range(workers))
     costs.check(graph.n_stages, graph.edges)
-    found = _best_of_variants(workers, microbatches, costs)
+    found = _best_of_variants(graph, microbatches, costs)
     return found or tuple(_pattern(workers, worker, microbatches) for worker in range(workers))
 
 
@@ -69,15 +71,15 @@ def _pattern(workers: int, worker: int, microbatches: int) -> tuple[Action, ...]
     return tuple(order)
 
 
-def _best_of_variants(workers: int, microbatches: int, costs: Costs) -> Orders:
+def _best_of_variants(graph: StageGraph, microbatches: int, costs: Costs) -> Orders:
     """Fill waits before an F, before the I of an up stage, or not; each again for as long as that helps."""
     best: _Filler | None = None
     for fill_backwards in (True, False):
         for fill_forwards in (True, False):
-            allowed: Sequence[float] = [0.0] * workers
+            allowed: Sequence[float] = [0.0] * graph.n_stages
             least = float("inf")
             while True:
-                run = _Filler(workers, microbatches, costs, fill_forwards, fill_backwards, allowed)
+                run = _Filler(graph, microbatches, costs, fill_forwards, fill_backwards, allowed)
                 if not run.build() or max(run.idle) >= least:
                     break
                 allowed, least = run.idle, max(run.idle)
@@ -100,26 +102,31 @@ class _Filler:
 
     def __init__(
         self,
-        workers: int,
+        graph: StageGraph,
         microbatches: int,
         costs: Costs,
         fill_forwards: bool,
         fill_backwards: bool,
         allowed: Sequence[float],
     ) -> None:
-        self.workers, self.microbatches, self.costs = workers, microbatches, costs
+        self.workers = workers = graph.n_stages // 2
+        self.microbatches = microbatches
         self.fill_forwards, self.fill_backwards = fill_forwards, fill_backwards
         self.slack = [max(allowed) - seconds for seconds in allowed]
+        self.worst = 0.0
         self.last = 2 * workers - 1
+        stages = range(2 * workers)
+        self.seconds: dict[tuple[Kind, int], float] = {
+            (kind, stage): costs.of(Action(kind, stage, 0)) for kind in SPLIT for stage in stages
+        }
+        self.hops = [costs.hop_between(*edge) if edge in graph.edges else 0.0 for edge in pairwise(stages)]
         self.room = [2 * workers] * workers
         self.now = [0.0] * workers
         self.idle = [0.0] * workers
         self.orders: list[list[Action]] = [[] for _ in range(workers)]
         self.put_off: list[deque[Action]] = [deque() for _ in range(workers)]
         self.ended: dict[Action, float] = {}
-        self.done: dict[tuple[Kind, int], int] = {
-            (kind, stage): 0 for kind in ("F", "I", "W") for stage in range(2 * workers)
-        }
+        self.done: dict[tuple[Kind, int], int] = dict.fromkeys(self.seconds, 0)
 
     def build(self) -> bool:
         """Whether it came to an end: with stages of unequal times the heuristic may not."""
@@ -144,7 +151,7 @@ class _Filler:
             up = self.last - worker
             while (
                 2 + 2 * worker <= self.room[worker]
-                and self.now[worker] + self._seconds("F", worker) <= self._arrival("F", up)
+                and self.now[worker] + self.seconds["F", worker] <= self._arrival("F", up)
                 and self.done["F", worker] < self.microbatches - worker
             ):
                 for above in range(worker + 1):
@@ -191,6 +198,8 @@ class _Filler:
             stage = self._next_forward(worker)
             if stage is not None:
                 while not self.room[worker]:
+                    if not self.put_off[worker]:
+                        raise _StuckError
                     self._weight(worker)
                 self._fill("F", stage, may_catch_up=self.fill_forwards)
                 self._put("F", stage)
@@ -210,11 +219,12 @@ class _Filler:
         worker = self._worker(stage)
         arrival = self._arrival(kind, stage)
         waiting = self.put_off[worker]
-        while waiting and arrival >= self.now[worker] + self.costs.of(waiting[0]):
+        while waiting and arrival >= self.now[worker] + self.seconds["W", waiting[0].stage]:
             self._weight(worker)
-        worst = max(*self.idle, self.slack[worker])
-        if waiting and may_catch_up and arrival - self.now[worker] > worst - self.idle[worker]:
-            self._weight(worker)
+        if waiting and may_catch_up:
+            behind = max(self.worst, self.slack[worker]) - self.idle[worker]
+            if arrival - self.now[worker] > behind:
+                self._weight(worker)
 
     def _weight(self, worker: int) -> None:
         self._put("W", self.put_off[worker].popleft().stage)
@@ -225,9 +235,10 @@ class _Filler:
         start = max(self.now[worker], self._arrival(kind, stage))
         if self.orders[worker]:
             self.idle[worker] += start - self.now[worker]
+            self.worst = max(self.worst, self.idle[worker])
         action = Action(kind, stage, self.done[kind, stage])
         self.orders[worker].append(action)
-        self.now[worker] = self.ended[action] = start + self.costs.of(action)
+        self.now[worker] = self.ended[action] = start + self.seconds[kind, stage]
         self.done[kind, stage] += 1
         if kind == "I":
             self.put_off[worker].append(Action("W", stage, action.microbatch))
@@ -242,10 +253,7 @@ class _Filler:
         need = Action(kind, source, self.done[kind, stage])
         if need not in self.ended:
             raise _StuckError
-        return self.ended[need] + self.costs.hop_between(source, stage)
-
-    def _seconds(self, kind: Kind, stage: int) -> float:
-        return self.costs.of(Action(kind, stage, 0))
+        return self.ended[need] + self.hops[min(source, stage)]
 
     def _worker(self, stage: int) -> int:
         return min(stage, self.last - stage)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 COMPUTE_KINDS = frozenset("FBIW")
 """Kinds that count as work: forward, backward, gradient of the inputs, gradient of the weights."""
 
-OTHER_KINDS = frozenset({"wait", "send", "update"})
-"""Kinds that do not: waiting for a message, handing one over, the optimizer's step."""
+OTHER_KINDS = frozenset({"wait", "send", "reduce", "update"})
+"""Kinds that do not: waiting for a message, handing one over, a data-parallel reduction, the optimizer's step."""
 
 KIND_WORDS = {
     "F": "forward",
@@ -21,6 +21,7 @@ KIND_WORDS = {
     "W": "gradient of the weights",
     "wait": "waiting for a message",
     "send": "handing over a message",
+    "reduce": "reduction of gradients",
     "update": "optimizer step",
 }
 
@@ -30,7 +31,7 @@ class Event(NamedTuple):
 
     worker: which worker, from 0.
     stage: which stage; -1 where none is meant (the optimizer's step of all stages of a worker).
-    kind: "F", "B", "I", "W", or "wait", "send", "update" (see `KIND_WORDS`).
+    kind: "F", "B", "I", "W", or "wait", "send", "reduce", "update" (see `KIND_WORDS`).
     microbatch: which micro-batch, from 0; -1 where none is meant.
     start, end: seconds on one clock for all workers; its zero has no meaning.
     """

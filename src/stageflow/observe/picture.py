@@ -34,6 +34,7 @@ _KEYS = {
     "W": "W weight gradients",
     "wait": "waiting",
     "send": "sending",
+    "reduce": "reduction",
     "update": "optimizer",
 }
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

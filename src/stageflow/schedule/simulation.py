@@ -140,11 +140,16 @@ class Simulation:
         return tuple(history)
 
     def events(self) -> list[Event]:
-        """The step's actions as `observe` draws and writes them."""
-        return [
-            Event(self.placement[action.stage], action.stage, action.kind, action.microbatch, start, end)
+        """The step's actions and reductions as `observe` draws and writes them."""
+        place = self.placement
+        actions = [
+            Event(place[action.stage], action.stage, action.kind, action.microbatch, start, end)
             for action, (start, end) in self.times.items()
         ]
+        reductions = [
+            Event(place[stage], stage, "reduce", -1, start, end) for stage, (start, end) in self.reductions.items()
+        ]
+        return actions + reductions
 
 
 def _add_step(steps: list[tuple[float, float]], time: float, level: float) -> None:

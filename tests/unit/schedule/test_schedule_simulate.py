@@ -197,7 +197,7 @@ def test_nothing_ends_sooner_when_something_takes_longer(step: tuple[Schedule, C
     elif isinstance(given, list):
         longer = [time + data.draw(more) for time in given]
     else:
-        longer = (given or 0) + data.draw(more) if given is not None else None
+        longer = None if given is None else given + data.draw(more)
     slower = schedule.simulate(replace(costs, **{name: longer}))
     simulation = schedule.simulate(costs)
     assert all(slower.times[action].end >= times.end for action, times in simulation.times.items())

@@ -58,12 +58,14 @@ function update() {
   $("timeline").setAttribute("aria-label", summary(step));
   writeAddress();
   clearTimeout(comparing);
-  comparing = setTimeout(compare, 120);
+  comparing = setTimeout(compare, 100);
 }
 
-function compare() {
-  const steps = Object.keys(SCHEDULES).map((name) => stepOf(name, settings));
-  showComparison($("compare"), steps, settings.schedule, (name) => change({ schedule: name }));
+// One schedule at a time, so that the page answers in between; a change starts anew.
+function compare(steps = []) {
+  const name = Object.keys(SCHEDULES)[steps.length];
+  if (name === undefined) showComparison($("compare"), steps, settings.schedule, (chosen) => change({ schedule: chosen }));
+  else comparing = setTimeout(() => compare([...steps, stepOf(name, settings)]));
 }
 
 function summary(step) {

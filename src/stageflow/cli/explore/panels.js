@@ -93,6 +93,6 @@ function showComparison(table, steps, chosen, choose) {
       element("td", {}, `${chunks}`));
   });
   table.replaceChildren(
-    header("schedule", "<", "step time", "span", "bubble", "peak memory", "above its bound", "stages per device"),
+    header("schedule", "<", "step", "span", "bubble", "memory", "above bound", "stages each"),
     element("tbody", {}, ...rows));
 }

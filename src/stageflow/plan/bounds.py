@@ -121,7 +121,7 @@ def _makespan_bounds(relaxed: Relaxation) -> list[tuple[str, int, float]]:
     tails, rests = relaxed.tails(None)
     found = [("chain", 0, _longest_chain(relaxed))]
     for worker in relaxed.workers:
-        found += _worker_bounds(relaxed, worker, heads, tails, rests, alone=False)
+        found += _worker_bounds(relaxed, worker, heads, tails, rests)
     return found + _link_bounds(relaxed, heads, tails)
 
 
@@ -129,7 +129,7 @@ def _span_bounds(relaxed: Relaxation) -> list[tuple[str, int, float]]:
     """The same on the longest time from a worker's first start to its last end."""
     found: list[tuple[str, int, float]] = []
     for worker in relaxed.workers:
-        found += _worker_bounds(relaxed, worker, relaxed.heads(worker), *relaxed.tails(worker), alone=True)
+        found += _worker_bounds(relaxed, worker, relaxed.heads(worker), *relaxed.tails(worker))
     return found
 
 
@@ -151,12 +151,10 @@ def _worker_bounds(
     heads: list[list[float]],
     tails: list[list[float]],
     rests: list[list[float]],
-    *,
-    alone: bool,
 ) -> list[tuple[str, int, float]]:
-    """alone: heads and tails count from the worker's first start and to its last end."""
+    """From when heads count until when tails do."""
     stages, m = relaxed.local[worker], relaxed.microbatches
-    load = relaxed.load(worker)
+    load, room = relaxed.load(worker), relaxed.room[worker]
     first = min(heads[2 * s][0] for s in stages)
     last = min(rests[s][-1] if relaxed.rest[s] else tails[2 * s + 1][-1] for s in stages)
     gradient = min(heads[2 * s + 1][0] for s in stages)
@@ -172,7 +170,7 @@ def _worker_bounds(
         ("work", worker, first + load + last),
         ("warm-up", worker, gradient + load - before + last),
         ("drain", worker, first + load - after + drain),
-        ("rate", worker, first + _byte_seconds(relaxed, worker) / relaxed.room[worker] + last),
+        ("rate", worker, first + (_byte_seconds(relaxed, worker) / room if room else 0.0) + last),
         ("one machine", worker, preemptive_one_machine(jobs)),
     ]
 
@@ -191,7 +189,7 @@ def _backwards_that_fit(relaxed: Relaxation, worker: int) -> float:
         rest = relaxed.rest[s]
         whole = relaxed.seconds[2 * s + 1] + rest
         if rest and (not deferred or (activation and rest / deferred > whole / activation)):
-            things += [(deferred, rest), (activation, whole - rest)]
+            things += [(deferred, rest), (activation - deferred, whole - rest)]
         else:
             things.append((activation, whole))
     return _knapsack(things, relaxed.room[worker], relaxed.microbatches)

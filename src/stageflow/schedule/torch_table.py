@@ -97,15 +97,20 @@ def _cell(instruction: Instruction) -> str:
 
 
 def _with_reductions(program: Sequence[Instruction]) -> list[str]:
+    """The cells of a program; a stage's reduction comes after its last backward and what is sent after that."""
     left = Counter(i.stage for i in program if isinstance(i, Action) and i.kind in ("B", "W"))
     cells: list[str] = []
+    complete: list[str] = []
     for instruction in program:
+        if isinstance(instruction, Action):
+            cells += complete
+            complete = []
+            if instruction.kind in ("B", "W"):
+                left[instruction.stage] -= 1
+                if not left[instruction.stage]:
+                    complete = [f"{instruction.stage}REDUCE_GRAD"]
         cells.append(_cell(instruction))
-        if isinstance(instruction, Action) and instruction.kind in ("B", "W"):
-            left[instruction.stage] -= 1
-            if not left[instruction.stage]:
-                cells.append(f"{instruction.stage}REDUCE_GRAD")
-    return cells
+    return cells + complete
 
 
 def _write(rows: Iterable[Iterable[str]]) -> str:

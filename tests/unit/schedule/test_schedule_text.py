@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from any_counts import ANY_COUNTS
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from stageflow.errors import ScheduleError
 from stageflow.graph import StageGraph
-from stageflow.schedule import SCHEDULES, Action, Schedule, build_schedule, parse_action, parse_actions
+from stageflow.schedule import SCHEDULES, SIMULATED, Action, Schedule, build_schedule, parse_action, parse_actions
 
 TWO = """\
 schedule 1f1b
@@ -69,30 +71,24 @@ def test_text_that_does_not_fit_is_refused(text: str, says: str) -> None:
         Schedule.parse(text)
 
 
-def test_csv_is_one_row_per_worker(tmp_path) -> None:
-    schedule = build_schedule("zb_h1", stages=2, microbatches=2)
-    assert schedule.to_csv() == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
-    schedule.to_csv(tmp_path / "orders.csv")
-    for source in (tmp_path / "orders.csv", str(tmp_path / "orders.csv"), schedule.to_csv()):
-        assert Schedule.from_csv(source, name="zb_h1") == schedule
+def test_copies_and_versions_survive() -> None:
+    for name in SIMULATED:
+        schedule = build_schedule(name, stages=4, microbatches=8)
+        assert (schedule.copies, schedule.versions) in ((2, 1), (1, 2))
+        assert Schedule.parse(str(schedule)) == schedule
+    assert str(schedule).splitlines()[1] == "stages 4 microbatches 8 versions 2"
 
 
-def test_csv_empty_cells_are_pauses() -> None:
-    schedule = Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,\n")
-    assert [len(order) for order in schedule.orders] == [2, 2]
-    schedule.validate()
+def test_what_cannot_run_says_why_and_what_to_take() -> None:
+    assert [build_schedule(name, stages=4, microbatches=8).refusal for name in SCHEDULES] == [None] * len(SCHEDULES)
+    says = {"dualpipe": "2 copies.*dualpipe_v", "chimera": "2 copies.*zb_v", "pipedream_2bw": "a step old.*1f1b"}
+    for name, reason in says.items():
+        assert re.search(f"'{name}'.*{reason}", build_schedule(name, stages=4, microbatches=8).refusal or "")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_csv_is_what_torch_reads(name: str) -> None:
-    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = build_schedule(name, stages=4, microbatches=5)
-    rows = [line.split(",") for line in schedule.to_csv().splitlines()]
-    actions = {rank: [torch_schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-    assert [[repr(action) for action in actions[rank]] for rank in sorted(actions)] == rows
-    if schedule.has_backward:
-        mapping = torch_schedules._validate_schedule(actions, schedule.n_workers, 4, 5)
-        assert tuple(mapping[stage] for stage in range(4)) == schedule.placement
+def test_copies_must_be_equal() -> None:
+    with pytest.raises(ScheduleError, match="3 stages can't be 2 equal copies"):
+        Schedule("odd", StageGraph(3, frozenset()), (0, 1, 2), 1, ((), (), ()), copies=2)
 
 
 def test_from_orders_reads_placement_and_counts_off_the_actions() -> None:

@@ -114,8 +114,8 @@ def chimera(graph: StageGraph, placement: tuple[int, ...], microbatches: int) ->
 def _enough(name: str, microbatches: int, least: int) -> None:
     if microbatches < least:
         raise InputError(
-            f"{name} needs two micro-batches per worker and way to fill it, {least} in all, got {microbatches}: "
-            f"{least} or more would work"
+            f"{name} needs at least {least} micro-batches to fill both ways, got {microbatches}: {least} or more would "
+            "work"
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import stageflow as sf
 from benchmarks.common import Turn
+from stageflow.schedule.families import FAMILIES
 
 # idle threads must not spin: they would take the cores from whoever has its turn
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
@@ -61,6 +62,11 @@ def one_process(task: Task, own: Sequence[int] | None = None) -> Callable[[], Tu
         return Turn(time.perf_counter() - started, total)
 
     return step
+
+
+def stageflow_schedules(workers: int) -> dict[str, int]:
+    """All that train, with the number of stages that each usually has on so many workers."""
+    return {name: workers * FAMILIES[name].chunks for name in sf.SCHEDULES if name != "forward_only"}
 
 
 def stageflow_pipeline(task: Task, schedule: str | sf.Schedule, stages: int, workers: int | None = None) -> sf.Pipeline:

@@ -17,13 +17,12 @@ from benchmarks import common, contestants, models
 DEVICES, MICROBATCHES = 4, 16
 ACTION = 0.010  # seconds of each of F, I and W of a device's share of the model
 AIM = 0.05
-STAGES = {"interleaved_1f1b": 2 * DEVICES, "zb_v": 2 * DEVICES}  # others have one per device
-OURS = [name for name in sf.SCHEDULES if name != "forward_only"]
+OURS = contestants.stageflow_schedules(DEVICES)
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
     """Bubbles of one schedule, 0 to 1: predicted from the sleeps and from the times that actions took, and measured."""
-    stages = STAGES.get(name, DEVICES)
+    stages = OURS[name]
     action = ACTION * DEVICES / stages
     x = torch.randn(MICROBATCHES, 16)
     task = contestants.Task(partial(models.sleepers, stages, *3 * [action]), x, torch.randn_like(x), MICROBATCHES)

@@ -19,8 +19,7 @@ DEVICES, MICROBATCHES = 8, 32
 # seconds of a device's share of the model: (F, B)
 SETTINGS = [(0.005, 0.010), (0.001, 0.002)]
 AIMS = {0.005: 1.05, 0.001: 1.25}
-STAGES = {"interleaved_1f1b": 2 * DEVICES, "zb_v": 2 * DEVICES}  # others have one per device
-OURS = [name for name in sf.SCHEDULES if name != "forward_only"]
+OURS = contestants.stageflow_schedules(DEVICES)
 TORCH = {
     "torch GPipe": contestants.TorchPlan("ScheduleGPipe", DEVICES),
     "torch 1F1B": contestants.TorchPlan("Schedule1F1B", DEVICES),
@@ -40,7 +39,7 @@ def measure(forward: float, backward: float, rounds: int, peers: contestants.Wor
     times: dict[str, tuple[float, float]] = {}
     classic = (MICROBATCHES + DEVICES - 1) * (forward + backward)
     for name in OURS:
-        stages = STAGES.get(name, DEVICES)
+        stages = OURS[name]
         task = task_of(stages, forward, backward)
         part = DEVICES / stages
         costs = sf.Costs(part * forward, part * backward / 2, part * backward / 2)

@@ -12,14 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import stageflow as sf
 from benchmarks import common, contestants, models
 from benchmarks.common import Turn
 
 WORKERS, MICROBATCHES, SAMPLES = 2, 32, 4
 AIM = 0.15
-STAGES = {"interleaved_1f1b": 4, "zb_v": 4}  # others have one per worker
-OURS = {name: STAGES.get(name, WORKERS) for name in sf.SCHEDULES if name != "forward_only"}
+OURS = contestants.stageflow_schedules(WORKERS)
 TORCH = {
     "torch GPipe": contestants.TorchPlan("ScheduleGPipe", 2),
     "torch 1F1B": contestants.TorchPlan("Schedule1F1B", 2),

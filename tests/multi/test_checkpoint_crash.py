@@ -56,7 +56,7 @@ def vanish_at(calls: int) -> None:
 
         return call
 
-    for name in ("mkdir", "open", "fsync", "rename", "listdir"):
+    for name in ("mkdir", "open", "write", "fsync", "rename", "listdir"):
         setattr(os, name, counted(getattr(os, name)))
 
 

@@ -1,12 +1,9 @@
-"""Opening what was saved, whole or only what one worker needs."""
+"""Reading what was saved, whole or only what one worker needs."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,18 +11,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stageflow.checkpoint.disk import record, recover
-from stageflow.checkpoint.layout import INDEX, MANIFEST, Manifest, is_optimizer_shard, read_manifest
+from stageflow.checkpoint.layout import MANIFEST, Manifest, read_manifest
 from stageflow.checkpoint.optimizer import combine
-from stageflow.errors import CheckpointError, FrameError, SplitError
-from stageflow.split.stored import find_values
+from stageflow.errors import CheckpointError, FrameError
 from stageflow.transport.structure import unflatten
 
 _NO_ALIASES: Mapping[str, str] = {}
 
 
 class Checkpoint:
-    """A saved pipeline, or weights that something else saved as safetensors. Made by `open_checkpoint`.
+    """A saved pipeline, or weights that something else saved as safetensors. Made by `opening.open_checkpoint`.
 
     manifest: None where stageflow did not save it. names: of the weights as stored (tied ones once).
     aliases: further name of a tied weight -> its stored name.
@@ -149,7 +144,7 @@ class Checkpoint:
 
     def _read_optimizer(self, path: Path, names: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(state of the parameters in ``names``, under the names asked for; tensors of the plain part) of one shard."""
-        with _opened(path) as file:
+        with opened(path) as file:
             keys = [key.rpartition("/") for key in file.keys()]  # noqa: SIM118, it is no dict
         wanted = [(owner, key) for owner, _, key in keys if not owner or owner in names]
         read = self._read({f"{owner}/{key}": path for owner, key in wanted})
@@ -171,14 +166,14 @@ class Checkpoint:
     def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for path, inside in _by_file({name: self._places[name] for name in names}).items():
-            with _opened(path) as file:
+            with opened(path) as file:
                 shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in inside})
         return shapes
 
     def _read(self, places: Mapping[str, Path]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for path, names in _by_file(places).items():
-            with _opened(path) as file:
+            with opened(path) as file:
                 tensors.update({name: file.get_tensor(name) for name in names})
         self._check_unchanged()
         return tensors
@@ -191,86 +186,9 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} was replaced by another save while it was read; open it again")
 
 
-def open_checkpoint(path: str | Path, *, verify: bool = True, identity: str | None = None) -> Checkpoint:
-    """Open a saved pipeline, a directory of safetensors files (such as a transformers model) or one such file.
-
-    verify: compare the checksum of every file; False only looks at their sizes.
-    identity: of the save that is expected, so that all workers load the same.
-
-    Raises CheckpointError naming every file that is missing, damaged, or of another save.
-    """
-    path = Path(os.path.realpath(path))
-    try:
-        recover(path)
-    except OSError as error:
-        raise CheckpointError(f"the writer of {path} died while replacing it, and a repair failed: {error}") from error
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}")
-    manifest = None if path.is_file() else read_manifest(path)
-    if manifest is None:
-        checkpoint = _open_plain(path)
-    else:
-        _check_files(path, manifest, verify)
-        checkpoint = Checkpoint(path, manifest, _places(path))
-    if identity is not None and checkpoint.identity != identity:
-        raise CheckpointError(f"{path} is another save than the other workers load: it was replaced meanwhile")
-    return checkpoint
-
-
-def load_weights(path: str | Path, *, verify: bool = True) -> dict[str, Tensor]:
-    """All weights of a saved pipeline for the plain model: ``model.load_state_dict(load_weights("run1"))``.
-
-    They are on the CPU under the model's own names, tied ones under each. Raises CheckpointError as `open_checkpoint`.
-    """
-    return open_checkpoint(path, verify=verify).weights()
-
-
-def _open_plain(path: Path) -> Checkpoint:
-    if path.is_dir() and any(is_optimizer_shard(file.name) for file in path.iterdir()):
-        raise CheckpointError(f"{path / MANIFEST} is missing, without which the other files can't be trusted")
-    try:
-        places = find_values(path)
-    except (SplitError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
-    for file in sorted(set(places.values())):
-        if not file.exists():
-            raise CheckpointError(f"{file} is missing")
-        with _opened(file):
-            pass
-    return Checkpoint(path, None, places)
-
-
-def _places(directory: Path) -> dict[str, Path]:
-    try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        return {name: directory / file for name, file in index["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
-
-
-def _check_files(directory: Path, manifest: Manifest, verify: bool) -> None:
-    def problem(name: str) -> str | None:
-        expected = manifest.files[name]
-        try:
-            size = (directory / name).stat().st_size
-            if size != expected.bytes:
-                return f"{name} has {size} bytes instead of {expected.bytes}"
-            if verify and record(directory / name) != expected:
-                return f"{name} is not what was saved: its checksum differs"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} can't be read: {error}"
-        return None
-
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        problems = [text for text in pool.map(problem, sorted(manifest.files)) if text]
-    if problems:
-        raise CheckpointError(f"{directory} is damaged: {'; '.join(problems)}")
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises CheckpointError where it is none."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

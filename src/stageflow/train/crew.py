@@ -6,15 +6,25 @@ The façade speaks to a `Crew` and does not know which.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from stageflow.checkpoint import Progress, Saving, ShardEntry, open_checkpoint, write_config, write_shard
+from stageflow.checkpoint import (
+    BackgroundSave,
+    Pending,
+    Progress,
+    Saving,
+    Shard,
+    ShardEntry,
+    open_checkpoint,
+    write_behind,
+    write_config,
+)
 from stageflow.graph import Bundle
 from stageflow.launch.base import WorkerContext, WorkerGroup
 from stageflow.observe.events import Event
@@ -27,6 +37,7 @@ from stageflow.schedule.actions import Action, Orders
 from stageflow.transport.base import Tag
 from stageflow.transport.structure import unflatten
 
+T = TypeVar("T")
 Wanted = Callable[[int, str], bool]
 """Whether a worker needs the values of a tensor of the batch, by its flat name."""
 
@@ -69,6 +80,27 @@ class Crew(ABC):
         self, directory: Path, skip: frozenset[str], progress: Progress, model: object, dtype: torch.dtype | None
     ) -> None:
         """Write a checkpoint; skip: names that are not saved. model, dtype: see `write_config`."""
+
+    @abstractmethod
+    def save_behind(
+        self,
+        directory: Path,
+        skip: frozenset[str],
+        progress: Progress,
+        model: object,
+        dtype: torch.dtype | None,
+        then: Callable[[], None],
+    ) -> Pending:
+        """As `save`, but return once the workers have copied what they hold. then: called after it went well."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what only one may do: the driver, or the first rank."""
+        return True
+
+    def agree(self, value: T) -> T:
+        """The first rank's value, on every rank; where there is one driver, the value itself."""
+        return value
 
     @property
     @abstractmethod
@@ -146,6 +178,24 @@ class DriverCrew(Crew):
             write_config(model, saving.path, dtype)
             saving.finish(entries, progress)
 
+    def save_behind(
+        self,
+        directory: Path,
+        skip: frozenset[str],
+        progress: Progress,
+        model: object,
+        dtype: torch.dtype | None,
+        then: Callable[[], None],
+    ) -> Pending:
+        saving = Saving(directory, sum(self.ask("bytes_to_save")))
+        try:
+            write_config(model, saving.path, dtype)
+            count = sum(self.ask("start_checkpoint", str(saving.path), skip))
+            return BackgroundSave(saving, count, progress, self._timeout, then)
+        except BaseException:
+            saving.abandon()
+            raise
+
     @property
     def usable(self) -> bool:
         return self._group.usable
@@ -164,14 +214,20 @@ class TrainingWorker(Worker):
 
     def write_checkpoint(self, directory: str, skip: frozenset[str]) -> list[ShardEntry]:
         """Write what this worker owns into `Saving.path`; skip: names that are not saved."""
+        return [shard.write(directory) for shard in self._shards(skip, copy=False)]
+
+    def start_checkpoint(self, directory: str, skip: frozenset[str]) -> int:
+        """Copy what this worker owns, and have a thread write it; returns how many files that will be."""
+        shards = list(self._shards(skip, copy=True))
+        write_behind(directory, shards)
+        return len(shards)
+
+    def _shards(self, skip: frozenset[str], *, copy: bool) -> Iterator[Shard]:
         weights, _ = self.state.take("weights")
         kept = {name: tensor for name, tensor in weights.items() if name not in skip}
-        entries = [write_shard(directory, "model", self.rank, self.n_workers, kept)]
+        yield Shard.of("model", self.rank, self.n_workers, kept, copy=copy)
         if self.optimizes:
-            entries.append(
-                write_shard(directory, "optimizer", self.rank, self.n_workers, *self.state.take("optimizer"))
-            )
-        return entries
+            yield Shard.of("optimizer", self.rank, self.n_workers, *self.state.take("optimizer"), copy=copy)
 
     def read_checkpoint(
         self,

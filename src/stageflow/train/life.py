@@ -147,6 +147,19 @@ class Life:
             ranks.close()
             raise
 
+    def restart(self) -> None:
+        """New workers in place of those that are, or were: with the split there is, and the weights of its start.
+
+        Raises InputError under torchrun, where the ranks are started by torchrun; LaunchError.
+        """
+        if self._launch == "torchrun":
+            raise InputError("ranks are started again by torchrun (see its --max-restarts), not by the pipeline")
+        assert self._crew is not None
+        self._crew.close()
+        setups = self._blueprint.worker_setups(**self._setting_up)
+        self._crew = start_crew(self._launch == "threads", setups, **self._starting)
+        self._ended = None
+
     def next_number(self) -> int:
         """The number of a call to the workers, which its messages bear."""
         self.require_open()

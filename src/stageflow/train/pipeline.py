@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from stageflow.checkpoint import Progress, open_checkpoint
 from stageflow.errors import InputError
 from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
 from stageflow.runtime.command import StepCommand
@@ -43,6 +42,7 @@ from stageflow.train.reduction import Reduction, check_reduction, loss_weights
 from stageflow.train.report import Description, StepView
 from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
+from stageflow.train.storage import Storage
 
 if TYPE_CHECKING:
     from stageflow.plan import Plan
@@ -155,7 +155,6 @@ class Pipeline:
         self._positional = positional_names(model)
         # a model with an argument of that name gets it, unless the loss function can't do without
         self._model_takes_target = has_argument(model, TARGET) and (loss is None or not takes_target(loss))
-        self._seed = seed
         self._dtype = dtype
         self._optimizes = optimizer is not None
         self._recompute = check_recompute(wanted["recompute"], count)
@@ -176,6 +175,7 @@ class Pipeline:
                 "timeout": timeout if self.launch == "torchrun" else timeout * 4 + 60,
             },
         )
+        self._storage = Storage(self._life, self._model, dtype, seed, self._optimizes)
         self._known_to_workers: set[str] = set()
         self.steps = 0
         self._fresh = True
@@ -332,46 +332,50 @@ class Pipeline:
             parts = parts_for(split, self._blueprint.placement, check_state(split, state, strict))
             self._life.crew("load_state_dict()").load(self._life.next_number(), parts)
 
-    def save(self, directory: str | Path) -> None:
-        """Save weights, optimizers, learning-rate schedulers and the step, whole or not at all.
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Save weights, optimizers, learning-rate schedulers and the step, whole or not at all; returns where.
 
         The directory holds safetensors under the model's own names; `load` takes it into any number of stages, and
         `stageflow.load_weights` or transformers' ``from_pretrained`` into the plain model. An older save there is
-        replaced in one step. Raises CheckpointError.
+        replaced in one step.
+
+        extra: plain JSON values to find again: `load` returns them.
+        keep: the directory is a folder of checkpoints: this one goes into ``step-00000100`` in it, for the steps so
+            far, and older ones are removed until there are so many.
+        background: return once the workers have copied what they hold (which takes as much memory again until it is
+            written). If it fails, the next `save` or `load`, `finish_saving` or `close` raises.
+
+        Raises CheckpointError.
         """
         with self._life.alone("save()"):
-            split = self._life.split("save()")
-            crew = self._life.crew("save()")
-            skip = frozenset(name for name, info in split.tensors.items() if not info.persistent)
-            progress = Progress(self.steps, self._seed, split.aliases)
-            try:
-                crew.save(Path(directory), skip, progress, self._model, self._dtype)
-            except KeyboardInterrupt as error:
-                error.add_note(
-                    f"saving to {directory} was interrupted: it holds what it held before, or all of the new"
-                )
-                raise
+            return self._storage.save(directory, self.steps, extra or {}, keep, background)
 
-    def load(self, directory: str | Path) -> None:
+    def finish_saving(self) -> None:
+        """Wait until a save in the background is complete. Raises CheckpointError if it failed."""
+        with self._life.alone("finish_saving()"):
+            self._storage.settle()
+
+    def load(self, directory: str | Path) -> Mapping[str, Any]:
         """Take over what `save` wrote, by however many stages; of other safetensors directories the weights.
 
-        Everything is checked before anything is changed. Raises CheckpointError.
+        directory: or a folder of checkpoints (see ``save(keep=)``), of which the newest good one is taken; the log,
+        `logging.getLogger("stageflow")`, says which and what is wrong with newer ones.
+
+        Everything is checked before anything is changed. Returns what was saved as `extra`. Raises CheckpointError.
         """
         with self._life.alone("load()"):
-            split = self._life.split("load()")
-            directory = Path(directory).absolute()  # the workers keep the folder that they were started in
-            checkpoint = open_checkpoint(directory)
-            persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
-            checkpoint.check_fits(persistent, split.aliases)
-            resumes = checkpoint.has_optimizer and self._optimizes
-            names = frozenset(persistent)
-            number = self._life.next_number()
-            self._life.crew("load()").ask(
-                "read_checkpoint", number, str(directory), checkpoint.identity, names, split.aliases, resumes
-            )
+            checkpoint = self._storage.load(directory)
             self._fresh = True
             if checkpoint.manifest is not None:
                 self.steps = checkpoint.step
+            return checkpoint.extra
 
     def _gather(self, what: str, kind: StateKind) -> tuple[Split, dict[str, Tensor]]:
         with self._life.alone(what):
@@ -486,8 +490,14 @@ class Pipeline:
         return self._life.usable
 
     def close(self) -> None:
-        """End all workers; may be called twice."""
-        self._life.end("it was closed")
+        """End all workers; may be called twice. Raises CheckpointError where a save in the background had failed."""
+        try:
+            if self._life.usable:
+                self._storage.settle()
+            else:
+                self._storage.give_up()
+        finally:
+            self._life.end("it was closed")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from stageflow.checkpoint import Progress, Saving, write_config
+from stageflow.checkpoint import BackgroundSave, Pending, Progress, Saving, write_config
 from stageflow.errors import LaunchError, SplitError, TransferTimeout
 from stageflow.graph import Bundle, StageProgram, StageSpec
 from stageflow.launch.torchrun import TorchrunGroup, join_torchrun
@@ -155,6 +155,7 @@ class RankCrew(Crew):
         context = ranks.group.context
         self.n_workers = ranks.group.size
         self._ranks = ranks
+        self._timeout = setups[0].timeout
         self._rank = context.rank
         self._output_worker = setups[0].placement[setups[0].graph.output_stage]
         self._device = torch.device(context.device)
@@ -221,6 +222,36 @@ class RankCrew(Crew):
             if saving is not None:
                 saving.abandon()
 
+    def save_behind(
+        self,
+        directory: Path,
+        skip: frozenset[str],
+        progress: Progress,
+        model: object,
+        dtype: torch.dtype | None,
+        then: Callable[[], None],
+    ) -> Pending:
+        needed = sum(self.ask("bytes_to_save"))
+        saving = self._ranks.run(lambda: Saving(directory, needed) if self._rank == 0 else None)
+        try:
+            path = self.agree(None if saving is None else str(saving.path))
+            assert path is not None
+            self._ranks.run(lambda: None if saving is None else write_config(model, saving.path, dtype))
+            count = sum(self.ask("start_checkpoint", path, skip))
+            first = None if saving is None else BackgroundSave(saving, count, progress, self._timeout, then)
+            return _RanksSave(self._ranks, first)
+        except BaseException:
+            if saving is not None:
+                saving.abandon()
+            raise
+
+    @property
+    def leads(self) -> bool:
+        return self._rank == 0
+
+    def agree(self, value: T) -> T:
+        return self._ranks.run(lambda: self._ranks.exchange(value))[0]
+
     def events(self) -> list[Event]:
         """What happened in the last step, on all ranks; clocks of several machines are not aligned."""
         return [Event(*event) for events in self.ask("events") for event in events]
@@ -231,3 +262,23 @@ class RankCrew(Crew):
 
     def close(self) -> None:
         self._ranks.close()
+
+
+class _RanksSave:
+    """A background save that rank 0 finishes and all ranks hear of. first: rank 0's part, None on the others."""
+
+    def __init__(self, ranks: Ranks, first: BackgroundSave | None) -> None:
+        self._ranks = ranks
+        self._first = first
+
+    @property
+    def done(self) -> bool:
+        """Always False: ranks that look at different moments must not see different things."""
+        return False
+
+    def result(self) -> None:
+        self._ranks.run(lambda: None if self._first is None else self._first.result())
+
+    def abandon(self) -> None:
+        if self._first is not None:
+            self._first.abandon()

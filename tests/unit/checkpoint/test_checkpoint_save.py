@@ -17,7 +17,7 @@ from stageflow.errors import CheckpointError
 
 OLD = {"w": torch.tensor([1.0, 2.0]), "v": torch.tensor([3])}
 NEW = {"w": torch.tensor([5.0, 6.0]), "v": torch.tensor([7])}
-CALLS = ("mkdir", "open", "fsync", "rename", "listdir")
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "listdir")
 
 
 def holds(directory: Path, tensors: dict[str, torch.Tensor]) -> bool:

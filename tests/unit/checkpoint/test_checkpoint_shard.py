@@ -1,6 +1,7 @@
 """One file of tensors: every kind of tensor comes back as it was, or is refused by name."""
 
 import errno
+import os
 import resource
 
 import pytest
@@ -9,12 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from stageflow.checkpoint import shard, write_shard
+from stageflow.checkpoint import write_shard
 from stageflow.checkpoint.disk import record
 from stageflow.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
-DTYPES += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn]
+DTYPES += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,10 +101,10 @@ def test_a_plain_part_that_is_not_plain_is_refused_by_its_place(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(path):
+    def full(descriptor, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shard, "sync", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors could not be written.*No space left"):
         write_shard(tmp_path, "model", 0, 1, {"w": torch.ones(2)})
 

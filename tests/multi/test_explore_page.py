@@ -113,6 +113,24 @@ def test_zooming_widens_the_timeline(browser: Browser, page: Path) -> None:
     assert browser.run(width) == pytest.approx(fit, rel=0.01)
 
 
+def test_playing_draws_the_step_bit_by_bit(browser: Browser, page: Path) -> None:
+    browser.open(page, **LAPTOP)
+    right = """(() => {
+      const canvas = document.getElementById("timeline"), half = canvas.width / 2;
+      const { data } = canvas.getContext("2d").getImageData(half, 0, half, canvas.height);
+      return data.reduce((sum, value, at) => sum + (at % 4 === 3 && value > 0), 0);
+    })()"""
+    whole = browser.run(right)
+    browser.run("document.getElementById('timeline').focus()")
+    browser.press(" ")
+    assert browser.run("document.getElementById('play').textContent") == "Stop"
+    assert browser.run(right) < whole / 10, "of what comes later only the axis is there"
+    browser.press(" ")
+    assert browser.run("document.getElementById('play').textContent") == "Play"
+    assert browser.run(right) == whole
+    assert browser.errors == []
+
+
 def test_settings_come_from_the_address_and_nonsense_does_not(browser: Browser, page: Path) -> None:
     browser.open(page, **LAPTOP)
     browser.run("location.hash = 'schedule=zb_v&devices=6&microbatches=-3&chunks=what&constructor=1'")

@@ -8,7 +8,7 @@ const START = { ...DEFAULTS, ...embedded("start") };
 const $ = (id) => document.getElementById(id);
 
 const settings = { ...START, ...readAddress() };
-const timeline = new Timeline($("timeline"), $("scroll"), $("spacer"), $("detail"));
+const timeline = new Timeline($("timeline"), $("scroll"), $("spacer"), $("detail"), $("play"));
 let comparing = 0;
 
 // Only what makes sense is taken from the address.

@@ -29,7 +29,7 @@ SCHEDULES = (
 MODEL = ("schedules.js", "greedy.js", "catalogue.js", "simulate.js")
 """The scripts that build and simulate; they touch no document, so they run outside a browser too."""
 
-VIEW = ("timeline.js", "panels.js", "lessons.js", "controls.js")
+VIEW = ("describe.js", "timeline.js", "panels.js", "lessons.js", "controls.js")
 """The scripts that show it."""
 
 

@@ -45,7 +45,7 @@ function showLegend(place, schedule) {
   const gaps = [["warm-up", "warm-up"], ["waiting", "waiting for data"], ["transfer", "value on a link"], ["drain", "drain"]];
   const keys = [...kinds, ...gaps, ["memory", "memory"]].map(([name, words]) =>
     element("li", {}, element("i", { style: `background:var(--${name})` }), words));
-  const paler = schedule.chunks > 1 ? [element("li", {}, "paler: a device’s later stages")] : [];
+  const paler = schedule.chunks > 1 ? [element("li", {}, "fainter: a device’s later stages")] : [];
   place.replaceChildren(...keys, element("li", {}, element("i", { class: "line" }), "lower bound"), ...paler);
 }
 

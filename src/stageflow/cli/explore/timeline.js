@@ -1,10 +1,12 @@
 // The picture: a lane per device with its actions, what it keeps below, and where the time between went.
 
-const GUTTER = 74, AXIS = 24, GAP_COLOURS = ["--warm-up", "--waiting", "--transfer", "--drain"];
+const GUTTER = 74, AXIS = 24, PLAY_MS = 8000, GAP_COLOURS = ["--warm-up", "--waiting", "--transfer", "--drain"];
 
 class Timeline {
-  constructor(canvas, scroll, spacer, detail) {
-    Object.assign(this, { canvas, scroll, spacer, detail, zoom: 1, chosen: -1, pointed: -1, drawing: false });
+  constructor(canvas, scroll, spacer, detail, player) {
+    Object.assign(this, { canvas, scroll, spacer, detail, player, zoom: 1, chosen: -1, pointed: -1, drawing: false });
+    this.now = Infinity;
+    player.addEventListener("click", () => (this.now < Infinity ? this.stop() : this.play()));
     scroll.addEventListener("scroll", () => this.redraw());
     new ResizeObserver(() => this.redraw()).observe(scroll);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
@@ -19,9 +21,34 @@ class Timeline {
     [, this.lane, this.strip, this.space] = sizes.find(([devices]) => schedule.devices <= devices);
     this.pitch = this.lane + this.strip + this.space;
     this.step = step;
+    this.stop();
     this.chosen = this.pointed = -1;
     this.redraw();
     this.tell();
+  }
+
+  // Let the step pass by: what is later than now is not drawn.
+  play() {
+    const begin = performance.now(), end = this.step.result.makespan;
+    const tick = (time) => {
+      if (this.now === Infinity) return;
+      this.now = Math.max(0, (end * (time - begin)) / PLAY_MS);
+      if (this.now >= end) return this.stop();
+      const x = this.now * this.scale;
+      if (x > this.scroll.scrollLeft + this.width) this.scroll.scrollLeft = x - this.width / 8;
+      this.draw();
+      requestAnimationFrame(tick);
+    };
+    this.now = 0;
+    this.scroll.scrollLeft = 0;
+    this.player.textContent = "Stop";
+    requestAnimationFrame(tick);
+  }
+
+  stop() {
+    this.now = Infinity;
+    this.player.textContent = "Play";
+    this.redraw();
   }
 
   resize(zoom) {
@@ -65,6 +92,9 @@ class Timeline {
     pen.rect(GUTTER, 0, this.width + 6, height);
     pen.clip();
     this.drawAxis(pen, height);
+    pen.beginPath();
+    pen.rect(GUTTER, 0, Math.min(this.width + 6, Math.max(0, this.x(this.now) - GUTTER)), height - AXIS);
+    pen.clip();
     step.schedule.orders.forEach((order, device) => this.drawLane(pen, order, device));
     this.drawBound(pen, height);
     pen.restore();
@@ -213,6 +243,7 @@ class Timeline {
     const zooms = { "+": 1.5, "=": 1.5, "-": 1 / 1.5, 0: 0 };
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key in zooms) this.resize(this.zoom * zooms[event.key]);
+    else if (event.key === " ") this.player.click();
     else if (event.key === "Escape") this.choose(this.chosen);
     else if (event.key.startsWith("Arrow")) this.choose(this.neighbour(event.key));
     else return;
@@ -237,24 +268,3 @@ class Timeline {
       : describe(this.step, code);
   }
 }
-
-const WORDS = ["forward", "backward", "gradient of the inputs", "gradient of the weights"];
-
-// What an action is, and why it did not start earlier.
-function describe({ schedule, result }, code) {
-  const { numbering, placement, orders } = schedule, { start, end, arrival } = result;
-  const kind = numbering.kind(code), stage = numbering.stage(code), device = placement[stage];
-  const order = orders[device], place = order.indexOf(code), free = place ? end[order[place - 1]] : 0;
-  const what = `${numbering.name(code)}: ${WORDS[kind]} of stage ${stage}, micro-batch ${numbering.microbatch(code)}, ` +
-    `on device ${device}, from ${short(start[code])} to ${short(end[code])}.`;
-  if (start[code] <= free + 1e-9) return `${what} It began as soon as the device was free.`;
-  const last = needsOf(schedule, code).find((need) => {
-    const local = placement[numbering.stage(need)] === device;
-    return Math.abs((local ? end[need] : arrival[need]) - start[code]) < 1e-9;
-  });
-  const from = placement[numbering.stage(last)], onLink = start[code] - Math.max(free, end[last]);
-  const link = onLink > 1e-9 ? `, ${short(onLink)} of it while the value was on the link` : "";
-  return `${what} The device waited ${short(start[code] - free)} for ${numbering.name(last)} from device ${from}${link}.`;
-}
-
-const short = (number) => `${+number.toPrecision(4)}`;

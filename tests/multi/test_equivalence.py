@@ -103,6 +103,15 @@ PLANS = [
     ("zb_v", 2, 1),
     ("zb_v", 4, 2),
 ]
+# Further orders for the same executor, in threads only.
+MORE_PLANS = [
+    ("eager_1f1b", 4, 4),
+    ("looped_bfs", 4, 2),
+    ("interleaved_zb", 4, 2),
+    ("v_half", 4, 2),
+    ("v_min", 4, 2),
+    ("dualpipe_v", 4, 2),
+]
 
 Numbers = dict[str, Tensor]
 
@@ -172,6 +181,12 @@ def _check(case: str, launch: str, schedule: Any, stages: int, workers: int | No
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_of_one_device(case: str, schedule: str, stages: int, workers: int, launch: str) -> None:
     _check(case, launch, schedule, stages, workers)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "workers"), MORE_PLANS, ids=lambda value: str(value))
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_of_one_device_in_every_order(case: str, schedule: str, stages: int, workers: int) -> None:
+    _check(case, "threads", schedule, stages, workers)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -65,7 +65,7 @@ def take_part(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(330)
 def test_torch_trains_with_it(tmp_path: Path) -> None:
     for name, form in CASES:
         schedule = sf.build_schedule(name, stages=STAGES, microbatches=MICROBATCHES, workers=WORKERS)
@@ -85,7 +85,7 @@ def test_torch_trains_with_it(tmp_path: Path) -> None:
         for rank in range(WORKERS)
     ]
     try:
-        said = [process.communicate(timeout=150) for process in ranks]
+        said = [process.communicate(timeout=300) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -130,6 +130,10 @@ class StageProgram(Protocol):
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...
 
+    def origin(self, value: str) -> str:
+        """In words, what made a tensor that this stage sends: "what layer 'blocks.3' gives". value: its name."""
+        ...
+
     def forward(
         self,
         args: tuple[Any, ...],

@@ -306,7 +306,9 @@ class Stage:
 
     def _check_finite(self, result: StageResult, loss: Tensor | None, microbatch: int) -> None:
         values = {
-            f"value {name!r} for stage {c}": t for c, b in result.bundles.items() for name, t in b.tensors.items()
+            f"{self.program.origin(name)}, for stage {c},": t
+            for c, b in result.bundles.items()
+            for name, t in b.tensors.items()
         }
         if loss is not None:
             values["the loss"] = loss

@@ -14,7 +14,7 @@ from stageflow.errors import SplitError
 from stageflow.split.hooks import refuse_backward_hooks
 from stageflow.split.measure import undisturbed
 from stageflow.split.replay.assembly import Assembly, copy_model
-from stageflow.split.replay.costs import count_parameters, measure
+from stageflow.split.replay.costs import NotMeasured, count_parameters, measure
 from stageflow.split.replay.events import TraceEvent
 from stageflow.split.replay.interception import is_compiled
 from stageflow.split.replay.needs import Flow
@@ -47,16 +47,22 @@ def cut(request: Request) -> Split:
         haunt(work, buffers, census.aliases, CPU)
     with undisturbed(work), _own_chance():
         with torch.set_grad_enabled(not hollow):
-            trace = _trace(work, request)
+            trace, planned = _trace(work, request)
         pieces = _pieces(trace, request.stages)
-        costs, unit = count_parameters(request.model, pieces), "parameters"
+        costs, warnings = count_parameters(request.model, pieces), []
+        unit = "parameters"
         if request.balance == "time":
-            seconds = measure(request.model if hollow else work, pieces, hollow)
-            costs, unit = (costs, unit) if seconds is None else (seconds, "s")
+            try:
+                costs, unit = measure(request.model if hollow else work, request.example, pieces, hollow), "s"
+            except NotMeasured as problem:
+                if request.boundaries is None:
+                    warnings.append(f"balanced by parameters, since {problem}")
     flow = Flow(trace)
     bounds = _choose(request, flow, pieces, costs)
     needs = flow.needs([pieces[bound].number for bound in bounds[1:-1]], request.stages)
-    return Assembly(request, census, flow, needs, pieces, costs, unit, cached).split()
+    split = Assembly(request, census, flow, needs, pieces, costs, unit, cached, planned).split()
+    split.warnings += warnings
+    return split
 
 
 def _refuse(model: nn.Module) -> None:
@@ -83,8 +89,11 @@ def _own_chance() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def _trace(work: nn.Module, request: Request) -> Trace:
-    """Record the model on the example, taken apart until nothing escapes and there are cuts enough."""
+def _trace(work: nn.Module, request: Request) -> tuple[Trace, bool]:
+    """Record the model on the example, taken apart until nothing escapes and there are cuts enough.
+
+    Also returns whether its blocks are those of the model's own plan.
+    """
     assert request.example is not None
     hollow = request.deferred is not None
     try:
@@ -111,7 +120,7 @@ def _trace(work: nn.Module, request: Request) -> Trace:
         if opening.opened == trace.opened and not trace.escapes:
             enough = request.boundaries is not None or _possible(trace) >= request.stages
             if enough or not opening.grow():
-                return trace
+                return trace, opening.planned
         reasons = trace.escapes
     raise SplitError("; ".join(f"{path!r} can't be followed: {reason}" for path, reason in reasons.items()))
 

@@ -109,6 +109,10 @@ class GraphProgram:
         self.buffers: dict[str, Tensor] = {n: t for n, t in state.items() if spec.state[n] == "buffer"}
         self._modes = {training: _Runner(spec, code, state, device) for training, code in spec.modes.items()}
 
+    def origin(self, value: str) -> str:
+        """See `StageProgram.origin`."""
+        return f"what operation {value!r} of the captured graph gives"
+
     def forward(
         self,
         args: tuple[Any, ...],

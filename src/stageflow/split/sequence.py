@@ -100,6 +100,7 @@ def _assemble(request: Request, layers: list[Layer], census: Census, trace: Trac
         )
         for index, stage in enumerate(stages)
     ]
+    untimed = request.balance == "time" and request.boundaries is None and request.example is None
     stage_of = [index for index, stage in enumerate(stages) for _ in stage]
     return Split(
         graph=StageGraph.chain(len(stages)),
@@ -113,6 +114,7 @@ def _assemble(request: Request, layers: list[Layer], census: Census, trace: Trac
         layers=[LayerInfo(x.name, cost, s) for x, cost, s in zip(layers, trace.costs, stage_of, strict=True)],
         tensors=census.tensors,
         unit=trace.unit,
+        warnings=["balanced by parameters, since without example= nothing can be timed"] if untimed else [],
     )
 
 

@@ -108,6 +108,7 @@ class SequenceProgram:
             self._steps[0] = (0, _take_one(layers[0]) if spec.one_input else _take_all(layers[0]))
         self._previous = spec.index - 1
         self._next = spec.index + 1 if spec.index + 1 < spec.n_stages else None
+        self._last = spec.names[-1]
         self._classes = dict(spec.classes)
         self._steps: list[tuple[int, Callable[[Any], Any]]]
         self._changes_input: dict[bool, bool] = {}
@@ -125,6 +126,10 @@ class SequenceProgram:
     def buffers(self) -> dict[str, Tensor]:
         """The live buffers; a forward may put another tensor in a buffer's place."""
         return {name: getattr(module, last) for name, (module, last) in self._buffers.items()}
+
+    def origin(self, value: str) -> str:
+        """See `StageProgram.origin`; all that is sent comes from the last layer."""
+        return f"what layer {self._last!r} gives" + (f" (its {value!r})" if value != "0" else "")
 
     def forward(
         self,

@@ -359,3 +359,30 @@ def test_stored_weights_that_do_not_fit_are_told_by_name(tmp_path):
         pytest.raises(StageflowError, match="not stored under their names.*0.bias"),
     ):
         pipe.train_step(X, target=Y)
+
+
+class _LooksBackWhenLong(nn.Module):
+    """For long sequences it needs once more what its first layer gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + first if x.shape[1] > 5 else x
+
+
+def test_a_path_that_only_other_shapes_take_is_told_with_what_it_needs():
+    short, long = torch.ones(4, 3, 4), torch.ones(4, 7, 4)
+    with make(_LooksBackWhenLong(), example=(short,)) as pipe:
+        first = pipe.train_step(short, target=short)
+        words = r"stage 1: add in .* needs what 'layers.0' gives .* did not show, because of other values or shapes"
+        with pytest.raises(StageFailed, match=words):
+            pipe.train_step(long, target=long)
+        assert pipe.train_step(short, target=short) < first
+    with make(_LooksBackWhenLong(), example=(long,)) as pipe:
+        assert pipe.evaluate(long, target=long).isfinite()
+        assert pipe.train_step(short, target=short).isfinite()

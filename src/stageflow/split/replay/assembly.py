@@ -43,6 +43,7 @@ class Assembly:
 
     pieces: what the model was divided into, with their costs in ``unit``.
     cached: the model has a key-value cache, which is to be switched off.
+    planned: the pieces were found by the model's own plan for pipelines.
     """
 
     request: Request
@@ -53,6 +54,7 @@ class Assembly:
     costs: list[float]
     unit: str
     cached: bool
+    planned: bool
 
     def split(self) -> Split:
         """Put the stages together."""
@@ -85,6 +87,7 @@ class Assembly:
     def _reason(self) -> str:
         by = "measured time" if self.unit == "s" else "parameters"
         reason = f"{type(self.request.model).__name__} in {len(self.pieces)} pieces, balanced by {by}"
+        reason += "; blocks as in its config's base_model_pp_plan" if self.planned else ""
         return reason + ("; its key-value cache is switched off" if self.cached else "")
 
     def _part(self, stage: int, stage_of: dict[tuple[str, int], int], cautious: bool, within: frozenset[int]) -> Part:

@@ -7,7 +7,7 @@ by the count of atoms, and must be the same for any number of stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,12 +84,16 @@ def record_calls(
 
 
 class Opening:
-    """The modules that are open, grown on request."""
+    """The modules that are open, grown on request.
+
+    planned: the blocks to start from are those that the model's own plan names.
+    """
 
     def __init__(self, model: nn.Module, calls: list[Call]) -> None:
         self.model = model
         self.calls = calls
         self.paths = {""}
+        self.planned = False
         self.sealed = {path for path, module in model.named_modules() if is_compiled(module)}
         self._size = {path: sum(p.numel() for p in m.parameters()) for path, m in model.named_modules()}
         self._modules = dict(model.named_modules())
@@ -142,7 +146,9 @@ class Opening:
 
     def start(self) -> None:
         """Open down to the repeated blocks; without such, until there are enough atoms."""
-        blocks = self._outermost(self._block_calls())
+        planned = self._planned_calls()
+        self.planned = bool(planned)
+        blocks = self._outermost(planned or self._block_calls())
         while 0 < len(blocks) < ENOUGH_BLOCKS:
             finer = self._refine(blocks)
             if len(finer) <= len(blocks):
@@ -161,6 +167,22 @@ class Opening:
             return False
         self.open(max(inner, key=lambda c: self._size[c.path]).path)
         return True
+
+    def _planned_calls(self) -> list[Call]:
+        """Calls of the blocks that the model's own plan for pipelines names.
+
+        Configs of transformers have one, ``base_model_pp_plan``: by the paths of the base model's modules, among them
+        the list of its blocks.
+        """
+        blocks: set[str] = set()
+        for path, module in self._modules.items():
+            plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
+            for name in plan if isinstance(plan, Mapping) else ():
+                whole = f"{path}.{name}" if path else name
+                named = self._modules.get(whole)
+                if isinstance(named, (nn.ModuleList, nn.Sequential)):
+                    blocks.update(f"{whole}.{child}" for child, _ in named.named_children())
+        return [call for call in self.calls if call.path in blocks and self._size[call.path]]
 
     def _block_calls(self) -> list[Call]:
         """Calls of modules that stand in a list with others of their class, and are made of modules themselves."""

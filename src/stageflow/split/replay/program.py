@@ -72,6 +72,10 @@ class ReplayProgram:
         """The live buffers; a forward may put another tensor in a buffer's place."""
         return {name: getattr(module, last) for name, (module, last) in self._buffer_places.items()}
 
+    def origin(self, value: str) -> str:
+        """See `StageProgram.origin`."""
+        return _origin(value, self.part.names)
+
     def forward(
         self,
         args: tuple[Any, ...],
@@ -202,19 +206,24 @@ class ReplayProgram:
                 raise SplitError(self._explain(GhostTouched(tensor.key, "the model's output"), run))
 
     def _explain(self, problem: GhostTouched, run: Run) -> str:
-        made, _, _ = problem.key.partition(".")
-        what = "a value that was changed in an earlier stage"
-        if made.isdigit() and int(made) < len(run.log.names):
-            what = f"what {run.log.names[int(made)]!r} made (event {made})"
-        elif problem.key.startswith("s:"):
-            what = f"{problem.key[2:]!r}"
-        elif problem.key.startswith("i"):
-            what = f"tensor {problem.key[1:]} of the model's inputs"
+        what = _origin(problem.key, run.log.names)
         return (
             f"stage {self.index}: {problem.function} in {run.where()} needs {what}, which was neither sent to this "
-            "stage nor is held by it: the model took a path that the example did not show; split with an example that "
-            "does, or move the boundary"
+            "stage nor is held by it: the model took a path that the example did not show, because of other values or "
+            "shapes; split with an example that does, or move the boundary"
         )
+
+
+def _origin(key: str, names: Sequence[str]) -> str:
+    """In words, where the value of a key comes from (see `Value`); names: of the events."""
+    made, _, _ = key.partition(".")
+    if made.isdigit() and int(made) < len(names):
+        return f"what {names[int(made)]!r} gives (event {made})"
+    if key.startswith("s:"):
+        return f"{key[2:]!r}"
+    if key.startswith("i"):
+        return f"tensor {key[1:]} of the model's inputs"
+    return "a value that was changed in an earlier stage"
 
 
 def _values(received: Mapping[int, Bundle]) -> dict[str, Tensor]:

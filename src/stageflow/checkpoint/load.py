@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -83,11 +84,11 @@ class Checkpoint:
         stored = {name: self.find(name, aliases) for name in shapes}
         missing = sorted(name for name, found in stored.items() if found is None)
         unknown = sorted(set(self.names) - {found for found in stored.values() if found} - aliases.keys())
-        here = self._shapes([found for found in stored.values() if found])
+        here = self.shapes()
         problems = [
-            f"{name!r} has shape {here[found]}, the model's has {tuple(shapes[name])}"
+            f"{name!r} has shape {tuple(here[found][0])}, the model's has {tuple(shapes[name])}"
             for name, found in stored.items()
-            if found and here[found] != tuple(shapes[name])
+            if found and tuple(here[found][0]) != tuple(shapes[name])
         ][:5]
         if unknown:
             problems.insert(0, f"not in the model: {_some(unknown)}")
@@ -95,6 +96,15 @@ class Checkpoint:
             problems.insert(0, f"missing: {_some(missing)}")
         if problems:
             raise CheckpointError(f"{self.path} does not fit the model; {'; '.join(problems)}")
+
+    def shapes(self) -> dict[str, tuple[torch.Size, str]]:
+        """Shape and dtype (as safetensors calls it) of every stored weight, without reading one."""
+        found: dict[str, tuple[torch.Size, str]] = {}
+        for path, inside in _by_file(self._places).items():
+            with opened(path) as file:
+                slices = {name: file.get_slice(name) for name in inside}
+                found |= {name: (torch.Size(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        return found
 
     def weights(
         self, names: Iterable[str] | None = None, aliases: Mapping[str, str] = _NO_ALIASES
@@ -162,13 +172,6 @@ class Checkpoint:
         if self.manifest is None:
             raise CheckpointError(f"{self.path} holds weights only: stageflow did not save it, there is no {MANIFEST}")
         return self.manifest
-
-    def _shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path, inside in _by_file({name: self._places[name] for name in names}).items():
-            with opened(path) as file:
-                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in inside})
-        return shapes
 
     def _read(self, places: Mapping[str, Path]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

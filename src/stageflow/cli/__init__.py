@@ -24,6 +24,7 @@ VERBS = {
     "plan": "choose cuts, placement and schedule for a model, with a proof of how good they are",
     "simulate": "show what a schedule would take: times, bubble, activations, a picture",
     "explore": "write a page on which schedules can be tried out in a browser",
+    "checkpoint": "look at, check and convert what a pipeline saved",
     "doctor": "report what this machine offers to a pipeline, and what is wrong",
 }
 """Every verb, with one line for the list in ``stageflow --help``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ def from_function(path: Path, function: str) -> tuple[Any, Any]:
 
 
 def from_directory(path: Path, batch: int, sequence_length: int) -> tuple[Any, Any]:
-    """A causal language model as its config.json describes it, without weights, and a batch of tokens for it.
+    """What builds a causal language model as its config.json describes it, and a batch of tokens for it.
 
-    Parameters are on the meta device, so that a model of any size takes no memory. Raises InputError.
+    A function rather than a model, so that one that is only counted takes no memory, however large. Raises InputError.
     """
     if batch < 1 or sequence_length < 1:
         raise InputError(f"a batch needs at least one sample of one token, got {batch} of {sequence_length}")
@@ -49,14 +49,22 @@ def from_directory(path: Path, batch: int, sequence_length: int) -> tuple[Any, A
     except ImportError as error:
         raise InputError("reading a Hugging Face directory needs transformers: pip install 'stageflow[hf]'") from error
     import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
+        cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (ValueError, KeyError, OSError) as error:
         raise InputError(
             f"{config_file} describes no causal language model that transformers knows: {error}"
         ) from error
-    tokens = torch.zeros(batch, sequence_length, dtype=torch.long, device="meta")
-    return model, {"input_ids": tokens, "labels": tokens}
+    # its own way to make a mask looks at values, of which there are none where a model is only counted
+    transformers.AttentionInterface.register("causal", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("causal", _no_mask)
+    tokens = torch.zeros(batch, sequence_length, dtype=torch.long)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens, "use_cache": False}
+    return partial(cls._from_config, config, attn_implementation="causal"), inputs
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Attention is causal by itself."""

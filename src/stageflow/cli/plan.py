@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,10 @@ def _model_plan(args: argparse.Namespace) -> Plan:
     if Path(args.model).is_dir():
         from stageflow.cli.models import from_directory
 
+        if isinstance(options["devices"], int):
+            raise InputError(
+                f"--devices {args.devices}: a directory is counted, not run, so name what for: {args.devices}xh100"
+            )
         model, example = from_directory(Path(args.model), args.batch or 32, args.sequence_length or 1024)
         return make_plan(model, example, name=Path(args.model).resolve().name, **options)
     _refuse(args, ("batch", "sequence_length"), "for a directory")
@@ -206,7 +211,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "memory": list(plan.memory),
         "bound": plan.bound.seconds,
         "bound_reason": plan.bound.reason,
-        "gap": plan.gap,
+        "gap": None if math.isinf(plan.gap) else plan.gap,
         "warnings": list(plan.warnings),
         "advice": [{"change": a.change, "step": a.step, "gain": a.gain} for a in plan.advice],
     }

@@ -20,7 +20,7 @@ class PlannedStage:
     blocks: their names, in order. device: which one it sits on.
     recompute: whether activations are dropped after F and computed again before B.
     forward, backward, backward_input, backward_weight, again: seconds per micro-batch; again: of that recomputation.
-    parameters: bytes of its weights. static: bytes of weights, gradients and optimizer state.
+    parameters: bytes of its weights, copies of tied ones included. static: of these, gradients, optimizer state.
     activation, deferred: bytes kept per micro-batch, from F until B (or I), and from I until W.
     workspace: bytes that one recomputation brings back while it lasts.
     tied: bytes of copies of weights that an earlier stage owns, with their gradients; part of ``static``.
@@ -71,19 +71,20 @@ def plan_stages(
     if not set(placement) <= set(range(len(devices))):
         raise InputError(f"placement {tuple(placement)} names a device outside 0..{len(devices) - 1}")
     return tuple(
-        _stage(blocks[start:end], worker, again, devices[worker].speed, _tied(ties, start, end))
+        _stage(blocks[start:end], worker, again, devices[worker].speed, _copies(ties, start, end))
         for (start, end), worker, again in zip(pairwise(cuts), placement, recompute, strict=True)
     )
 
 
-def _tied(ties: Sequence[Tie], start: int, end: int) -> float:
-    """Bytes of copies in the stage of these blocks: of weights that some of them use and an earlier one owns."""
-    return sum(tie.bytes for tie in ties if tie.blocks[0] < start and any(start <= b < end for b in tie.blocks))
+def _copies(ties: Sequence[Tie], start: int, end: int) -> list[Tie]:
+    """Of which the stage of these blocks holds a copy: weights that some of them use and an earlier one owns."""
+    return [tie for tie in ties if tie.blocks[0] < start and any(start <= block < end for block in tie.blocks)]
 
 
-def _stage(blocks: Sequence[Block], worker: int, recompute: bool, speed: float, tied: float) -> PlannedStage:
+def _stage(blocks: Sequence[Block], worker: int, recompute: bool, speed: float, copies: Sequence[Tie]) -> PlannedStage:
     activation = blocks[0].entry + sum(block.activation for block in blocks) + blocks[-1].exit
     kept = blocks[0].boundary if recompute else activation
+    tied = sum(tie.bytes for tie in copies)
     return PlannedStage(
         blocks=tuple(block.name for block in blocks),
         device=worker,
@@ -93,7 +94,7 @@ def _stage(blocks: Sequence[Block], worker: int, recompute: bool, speed: float, 
         backward_input=sum(block.backward_input for block in blocks) / speed,
         backward_weight=sum(block.backward_weight for block in blocks) / speed,
         again=sum(block.again for block in blocks) / speed if recompute else 0.0,
-        parameters=sum(block.parameters for block in blocks),
+        parameters=sum(each.parameters for each in (*blocks, *copies)),
         static=sum(block.static for block in blocks) + tied,
         activation=kept,
         deferred=sum(block.deferred for block in blocks),

@@ -20,7 +20,7 @@ class Accelerator:
 
     name: as people write it. source: where the figures are from.
     half, single: floating-point operations per second in bfloat16 (float16 on devices before Ampere) and in float32.
-    memory: bytes. bandwidth: bytes per second between it and the cores.
+    memory: bytes, as the data sheet's GB. bandwidth: bytes per second between it and the cores.
     link: bytes per second to another such device in the same machine, in one direction.
     """
 
@@ -46,43 +46,43 @@ class Accelerator:
         return Device(memory=self.memory - reserved, latency=latency, bandwidth=self.link)
 
 
-TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
+TERA, GIGA = 1e12, 1e9
 
 ACCELERATORS = (
     Accelerator(
         "V100-SXM2-32GB",
         "NVIDIA V100 Tensor Core GPU data sheet",
-        125 * TERA, 15.7 * TERA, 32 * GIB, 900 * GIGA, 150 * GIGA,
+        125 * TERA, 15.7 * TERA, 32 * GIGA, 900 * GIGA, 150 * GIGA,
     ),
     Accelerator(
         "T4",
         "NVIDIA T4 Tensor Core GPU data sheet",
-        65 * TERA, 8.1 * TERA, 16 * GIB, 320 * GIGA, 16 * GIGA,
+        65 * TERA, 8.1 * TERA, 16 * GIGA, 320 * GIGA, 16 * GIGA,
     ),
     Accelerator(
         "A100-SXM4-40GB",
         "NVIDIA A100 Tensor Core GPU data sheet",
-        312 * TERA, 19.5 * TERA, 40 * GIB, 1555 * GIGA, 300 * GIGA,
+        312 * TERA, 19.5 * TERA, 40 * GIGA, 1555 * GIGA, 300 * GIGA,
     ),
     Accelerator(
         "A100-SXM4-80GB",
         "NVIDIA A100 Tensor Core GPU data sheet",
-        312 * TERA, 19.5 * TERA, 80 * GIB, 2039 * GIGA, 300 * GIGA,
+        312 * TERA, 19.5 * TERA, 80 * GIGA, 2039 * GIGA, 300 * GIGA,
     ),
     Accelerator(
         "L4",
         "NVIDIA L4 Tensor Core GPU data sheet",
-        121 * TERA, 30.3 * TERA, 24 * GIB, 300 * GIGA, 32 * GIGA,
+        121 * TERA, 30.3 * TERA, 24 * GIGA, 300 * GIGA, 32 * GIGA,
     ),
     Accelerator(
         "L40S",
         "NVIDIA L40S GPU data sheet",
-        362 * TERA, 91.6 * TERA, 48 * GIB, 864 * GIGA, 32 * GIGA,
+        362 * TERA, 91.6 * TERA, 48 * GIGA, 864 * GIGA, 32 * GIGA,
     ),
     Accelerator(
         "H100-SXM5-80GB",
         "NVIDIA H100 Tensor Core GPU data sheet",
-        989 * TERA, 67 * TERA, 80 * GIB, 3350 * GIGA, 450 * GIGA,
+        989 * TERA, 67 * TERA, 80 * GIGA, 3350 * GIGA, 450 * GIGA,
     ),
     Accelerator(
         "H200-SXM-141GB",

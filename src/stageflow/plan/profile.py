@@ -137,9 +137,9 @@ def profile_model(
     batch_dims: as for `Pipeline`.
     split: how to take the model apart, as for `split_model`. at_least: how many blocks there should be; models that
         are followed module by module are opened up until there are.
-    on: an accelerator that is not at hand, or its name (see `stageflow.plan.devices`): nothing is run; floating-point
-        operations and bytes are counted on the meta device, and times follow from what the accelerator does at most
-        (its roofline), times `efficiency`.
+    on: an accelerator that is not at hand, or its name (see `stageflow.plan.devices`): floating-point operations and
+        bytes are counted, on the meta device where the model needs no values, and times follow from what the
+        accelerator does at most (its roofline), times `efficiency`.
     device: to measure on, default where the example is. dtype, autocast: as for `Pipeline`; floating-point inputs are
         given that dtype, too.
     threads: for torch to compute with meanwhile; workers that share a machine have fewer than one process alone.
@@ -150,7 +150,8 @@ def profile_model(
     in rounds of the whole model; this takes the memory of training it on one micro-batch. Raises InputError for
     arguments that make no sense, SplitError for a model that can't be taken apart.
     """
-    from stageflow.plan.profile_measured import Settings, measure
+    from stageflow.plan.profile_measured import measure
+    from stageflow.plan.profile_settings import Settings
 
     settings = Settings(
         target, loss, optimizer, microbatch, dict(batch_dims or {}), split, at_least, device, dtype, autocast, threads,

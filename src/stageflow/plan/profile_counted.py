@@ -1,12 +1,15 @@
-"""Counting what blocks cost on an accelerator that is not at hand: shapes run through the code, no values.
+"""Counting what blocks cost on an accelerator that is not at hand.
 
-Every operation takes as long as its floating-point operations at the accelerator's rate or its bytes at the memory's,
-whichever is longer (the roofline, Williams et al. 2009), over an efficiency below one.
+Shapes run through the code on the meta device, without values; where the code asks for values, it is run on the CPU
+instead, for what it computes and not for how long it takes. Every operation takes as long as its floating-point
+operations at the accelerator's rate or its bytes at the memory's, whichever is longer (the roofline, Williams et al.
+2009), over an efficiency below one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,24 +20,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stageflow.errors import InputError
+from stageflow.errors import InputError, SplitError
 from stageflow.plan.devices import Accelerator, accelerator
-from stageflow.plan.partition import Block
+from stageflow.plan.partition import Block, Tie
 from stageflow.plan.profile import Profile
-from stageflow.plan.profile_measured import (
-    Line,
-    Settings,
-    find_ties,
-    first_microbatch,
-    make_blocks,
-    moved,
-    own_chance,
-)
+from stageflow.plan.profile_measured import Line, find_ties, make_blocks, own_chance
 from stageflow.plan.profile_pieces import outline, take_apart
+from stageflow.plan.profile_settings import Settings, first_microbatch, moved
+from stageflow.runtime.batch import MicroBatch
 from stageflow.split import ModelLike
 from stageflow.split.deferred import as_model
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Roofline(TorchDispatchMode):
@@ -57,7 +54,7 @@ class Roofline(TorchDispatchMode):
         return result
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]) -> float:
-        count: Callable[..., int] | None = flop_registry.get(_out_of_place(func._overloadpacket))
+        count: Callable[..., int] | None = flop_registry.get(_counted_as(func._overloadpacket))
         operations = 0 if count is None else count(*args, **kwargs, out_val=result)
         itemsize = max(t.dtype.itemsize for t in tensors if t.is_floating_point()) if operations else 4
         unique = {id(tensor): tensor.nbytes for tensor in tensors}
@@ -66,10 +63,10 @@ class Roofline(TorchDispatchMode):
         return max(computing, moving) / self._efficiency
 
 
-def _out_of_place(packet: Any) -> Any:
-    """addmm for addmm_: the operations are counted by the first only."""
-    name = packet.__name__
-    return getattr(torch.ops.aten, name[:-1], packet) if name.endswith("_") else packet
+def _counted_as(packet: Any) -> Any:
+    """The operator by which torch counts: addmm for addmm_, attention on the CPU as that on accelerators."""
+    name = packet.__name__.removesuffix("_").replace("_for_cpu", "")
+    return getattr(torch.ops.aten, name, packet)
 
 
 class _Fused(TorchFunctionMode):
@@ -122,33 +119,42 @@ class _CountedLine(Line):
 
 
 def count(model: ModelLike, example: Any, settings: Settings, on: Accelerator | str, efficiency: float) -> Profile:
-    """See `profile_model`. The whole model's memory is not taken."""
+    """See `profile_model`."""
     target = accelerator(on)
     if not 0.0 < efficiency <= 1.0:
         raise InputError(f"efficiency must be above 0 and at most 1, got {efficiency}")
     if settings.autocast is not None:
         raise InputError("what autocast does can't be counted without values: give dtype= instead")
     microbatch, samples = first_microbatch(example, settings)
-    microbatch = moved(microbatch, META, None)
+    clock = Roofline(target, efficiency)
     with own_chance():
-        whole = _outline(model)
-        name, split = take_apart(whole, (microbatch.args, microbatch.kwargs), settings.split, settings.at_least)
-        line = _CountedLine(split, META, moved(microbatch, META, settings.dtype), settings)
-        with _Fused():
-            sizes = line.count()
-            times = line.count_time(Roofline(target, efficiency))
-        blocks: list[Block] = list(make_blocks(split, line.programs, sizes, times, settings))
+        try:
+            name, way, blocks, ties = _count(_outline(model), microbatch, META, settings, clock)
+        except (SplitError, RuntimeError):  # torch's many words for "there are no values"
+            name, way, blocks, ties = _count(model, microbatch, CPU, settings, clock)
     return Profile(
         model=name,
-        way=split.way,
+        way=way,
         blocks=tuple(blocks),
-        ties=tuple(find_ties(split)),
+        ties=tuple(ties),
         device=f"{target.name} at {efficiency:.0%} of its roofline",
         measured=False,
         samples=samples,
         rounds=0,
         threads=0,
     )
+
+
+def _count(
+    model: ModelLike, microbatch: MicroBatch, device: torch.device, settings: Settings, clock: Roofline
+) -> tuple[str, str, list[Block], list[Tie]]:
+    given = moved(microbatch, device, None)
+    name, split = take_apart(model, (given.args, given.kwargs), settings.split, settings.at_least)
+    line = _CountedLine(split, device, moved(given, device, settings.dtype), settings)
+    with _Fused() if device == META else nullcontext():
+        sizes = line.count()
+        times = line.count_time(clock)
+    return name, split.way, list(make_blocks(split, line.programs, sizes, times, settings)), list(find_ties(split))
 
 
 def _outline(model: ModelLike) -> nn.Module:

@@ -5,68 +5,27 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from stageflow.errors import InputError
 from stageflow.graph import Bundle, StageProgram
 from stageflow.plan.partition import Block, Tie
 from stageflow.plan.profile import Profile
 from stageflow.plan.profile_bytes import Counter, Sizes, crossing, optimizer_bytes
 from stageflow.plan.profile_pieces import take_apart
-from stageflow.runtime.batch import MicroBatch, cut_batch
-from stageflow.runtime.loss import LossFunction, compute_loss, own_loss
+from stageflow.plan.profile_settings import Settings, first_microbatch, moved
+from stageflow.runtime.batch import MicroBatch
 from stageflow.runtime.random import Generators
 from stageflow.runtime.stage import Stage, StageOptions
 from stageflow.split import ModelLike, Split
 from stageflow.split.measure import smooth
-from stageflow.split.request import as_call
 from stageflow.transport.structure import flatten
 
 KEY = (0, 0)  # of random draws: seed and step
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `profile_model` that say how."""
-
-    target: Any
-    loss: LossFunction | None
-    optimizer: Callable[..., torch.optim.Optimizer] | None
-    microbatch: int | None
-    batch_dims: dict[str, int | None]
-    split: str
-    at_least: int
-    device: str | torch.device | None
-    dtype: torch.dtype | None
-    autocast: torch.dtype | None
-    threads: int | None
-    rounds: int
-    warm_up: int
-    progress: bool
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.warm_up < 0:
-            raise InputError(f"rounds must be at least 1 and warm_up 0, got {self.rounds} and {self.warm_up}")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads must be at least 1, got {self.threads}")
-
-    def loss_of(self, output: Any, target: Any) -> Tensor:
-        """The loss; where there is none, something in its place that costs next to nothing."""
-        if self.loss is not None:
-            return compute_loss(self.loss, output, target)
-        try:
-            return own_loss(output)
-        except InputError:
-            floats = [tensor for tensor in flatten(output)[0].values() if tensor.is_floating_point()]
-            return sum((tensor.mean().float() for tensor in floats), torch.zeros(()))
 
 
 def measure(model: ModelLike, example: Any, settings: Settings) -> Profile:
@@ -104,8 +63,9 @@ class Line:
         self.programs = [spec.build(device) for spec in split.specs]
         for program in self.programs:
             program.module.train()
-            if settings.dtype is not None:
-                program.module.to(settings.dtype)
+            for tensor in (*program.parameters.values(), *program.buffers.values()):
+                if settings.dtype is not None and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(settings.dtype)
         options = {
             again: StageOptions(self._loss, "stage" if again else None, autocast=settings.autocast)
             for again in (False, True)
@@ -225,19 +185,6 @@ def find_ties(split: Split) -> Iterator[Tie]:
         yield Tie((split.owners[name], *mirrors), tensor.nbytes, tensor.nbytes if tensor.requires_grad else 0)
 
 
-def first_microbatch(example: Any, settings: Settings) -> tuple[MicroBatch, int]:
-    """The first micro-batch of an example, and its number of samples (0 without a batch dimension)."""
-    args, kwargs = as_call(example)
-    whole = cut_batch(args, kwargs, settings.target, 1, settings.batch_dims)
-    size = whole.layout.sizes[0] if whole.layout.cut else 0
-    wanted = settings.microbatch
-    if wanted is None or wanted == size:
-        return whole.microbatch(0), size
-    if not size or wanted < 1 or size % wanted:
-        raise InputError(f"microbatch={wanted} must divide the samples of the example, which has {size or 'no batch'}")
-    return cut_batch(args, kwargs, settings.target, size // wanted, settings.batch_dims).microbatch(0), wanted
-
-
 def _kind(program: StageProgram, received: Mapping[int, Bundle]) -> object:
     """Blocks of one kind should take equally long."""
     shapes = tuple((tuple(t.shape), t.dtype) for bundle in received.values() for t in bundle.tensors.values())
@@ -253,18 +200,6 @@ def _copy(bundle: Bundle) -> Bundle:
 def _device_of(microbatch: MicroBatch) -> torch.device:
     tensors = flatten((microbatch.args, microbatch.kwargs))[0].values()
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def moved(microbatch: MicroBatch, device: torch.device, dtype: torch.dtype | None) -> MicroBatch:
-    """On a device; dtype: what floating-point tensors become, None leaves them."""
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else None)
-
-    parts = (microbatch.args, microbatch.kwargs, microbatch.target)
-    return MicroBatch(*pytree.tree_map(move, parts))
 
 
 def _words(device: torch.device) -> str:

@@ -194,9 +194,11 @@ def test_more_blocks_when_asked_for():
     assert len(coarse.blocks) < 9 <= len(fine.blocks)
 
 
-def test_dtype_halves_the_bytes():
-    whole, half = (profile_model(mlp(), torch.randn(5, 8), dtype=d, **QUICK) for d in (None, torch.bfloat16))
+@pytest.mark.parametrize(("make", "example"), [(mlp, torch.randn(5, 8)), (Skipping, TOKENS)])
+def test_dtype_halves_the_bytes(make, example: Tensor):
+    whole, half = (profile_model(make(), example, dtype=d, **QUICK) for d in (None, torch.bfloat16))
     assert half.blocks[2].parameters * 2 == whole.blocks[2].parameters
+    assert half.blocks[1].output * 2 == whole.blocks[1].output
 
 
 def test_a_table_for_people():
@@ -283,6 +285,29 @@ def test_counting_takes_no_memory_for_weights():
     big = GPTConfig(layers=2, width=16384, heads=128, vocabulary=1000, length=128)
     counted = profile_model(partial(build_gpt, big), torch.zeros(1, 128, dtype=torch.int64), on="h100")
     assert counted.blocks[1].parameters > 12 * 16384**2 * 4  # 13 GB for each of two blocks
+
+
+class Deciding(nn.Module):
+    """Looks at values, which the meta device does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == 7).all()):
+            return x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_model_that_looks_at_values_is_counted_by_running_it():
+    model = Deciding()
+    counted = profile_model(model, torch.randn(5, 8), on="h100", efficiency=1.0)
+    measured = profile_model(model, torch.randn(5, 8), **QUICK)
+    assert [block.activation for block in counted.blocks] == [block.activation for block in measured.blocks]
+    assert all(0 < block.forward < 1e-6 for block in counted.blocks)
 
 
 def test_counting_a_convolution_and_its_loss():

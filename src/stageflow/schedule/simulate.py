@@ -55,7 +55,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         started[worker] = True
         free[worker] = end = start + seconds[kind, stage]
         times[action] = Times(start, end)
-        links.send(action, worker, end)
+        if links.queued:
+            links.send(action, worker, end)
         if kind == "B" or kind == "W":
             gradients_done[stage] = end
     reductions = {
@@ -74,14 +75,12 @@ class _Links:
         edges = [way for edge in schedule.graph.edges for way in (edge, edge[::-1])]
         self._hop = {way: costs.hop_between(*way) for way in edges}
         self._transfer = {way: costs.transfer_between(*way) for way in edges}
-        self._queued = any(self._transfer.values())
+        self.queued = any(self._transfer.values())
         self._free: dict[tuple[int, int], float] = {}
         self._arrivals: dict[tuple[Action, int], float] = {}
 
     def send(self, action: Action, worker: int, end: float) -> None:
         """Queue what an action made, each value for another worker on its link."""
-        if not self._queued:
-            return
         stage = action.stage
         for target in feeds(action, self._graph):
             other = self._placement[target]
@@ -92,6 +91,6 @@ class _Links:
 
     def arrival(self, action: Action, target: int, end: float) -> float:
         """When what an action made, at ``end``, is at the worker of stage ``target``."""
-        if self._queued:
+        if self.queued:
             return self._arrivals[action, target]
         return end + self._hop[action.stage, target]

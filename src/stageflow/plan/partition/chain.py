@@ -114,6 +114,7 @@ class _Chain:
         links = [device.latency + float(self._received.max()) / device.bandwidth for device in devices]
         self._highest = float(self._time[-1] + self._again[-1]) / slowest + 2 * max(links)  # no beat is higher
         self._width = 0
+        self._kinds = [self._kind(stage) for stage in range(len(devices))]
         self._weights: dict[tuple[object, ...], Weight] = {}
 
     def least_total(self, limit: float) -> float:
@@ -129,6 +130,7 @@ class _Chain:
         """Some partition with a beat near the lowest."""
         shares = sum(device.speed for device in self._devices)
         limit = max(float(np.diff(self._time).max()) / self._fastest, float(self._time[-1]) / shares)
+        self._widen(self._reach(GROWTH * limit))  # weights are worked out anew for every wider band
         failed, found = 0.0, self.solve(limit)
         while found is None and limit < math.inf:
             failed, limit = limit, limit * GROWTH if 0.0 < limit < self._highest else math.inf
@@ -144,10 +146,9 @@ class _Chain:
     def beats(self, most: float) -> np.ndarray:
         """Ascending, all beats that stages can have, below ``most``."""
         self._widen(self._reach(most))
-        kinds = {self._kind(stage): stage for stage in range(len(self._devices))}
-        values = [np.unique(self._weight(stage).beat) for stage in kinds.values()]
-        every = np.unique(np.concatenate(values))
-        return every[every < most]
+        first = {kind: stage for stage, kind in enumerate(self._kinds)}
+        beats = (self._weight(stage).beat for stage in first.values())
+        return np.unique(np.concatenate([beat[beat < most] for beat in beats]))
 
     def solve(self, limit: float) -> Found | None:
         """The smallest sum of partitions whose beat is at most ``limit``."""
@@ -155,12 +156,13 @@ class _Chain:
         self._widen(width)
         least = np.full(self._n + 1 + width, math.inf)  # entry width + j: over the first j blocks
         least[width] = 0.0
+        before = sliding_window_view(least, width)
         origins = np.zeros((len(self._devices), self._n + 1), int)
         for stage, ends in enumerate(self._ends(limit)):
             weight = self._weight(stage)
             rows = slice(ends.start - 1, ends.stop - 1)
             cost, beat = weight.cost[rows, -width:], weight.beat[rows, -width:]
-            sums = sliding_window_view(least, width)[ends.start : ends.stop] + cost
+            sums = before[ends.start : ends.stop] + cost
             sums[beat > limit] = math.inf
             choice = sums.argmin(axis=1)
             origins[stage, ends.start : ends.stop] = np.arange(ends.start, ends.stop) - width + choice
@@ -207,10 +209,11 @@ class _Chain:
         """For each stage where it can end: the stages up to it can do what is before, the later ones what is after."""
         stages = len(self._devices)
         able = np.cumsum([device.speed for device in self._devices]) * limit * LOOSELY
-        for stage in range(stages):
-            first = np.searchsorted(self._time, self._time[-1] - (able[-1] - able[stage])) if limit < math.inf else 0
-            last = np.searchsorted(self._time, able[stage], side="right") - 1
-            yield range(max(stage + 1, int(first)), max(0, min(self._n - (stages - 1 - stage), int(last))) + 1)
+        left = able[-1] - able if limit < math.inf else able
+        firsts = np.searchsorted(self._time, self._time[-1] - left).tolist()
+        lasts = (np.searchsorted(self._time, able, side="right") - 1).tolist()
+        for stage, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            yield range(max(stage + 1, first), max(0, min(self._n - (stages - 1 - stage), last)) + 1)
 
     def _widen(self, width: int) -> None:
         if width > self._width:
@@ -219,7 +222,7 @@ class _Chain:
             self._band = self._load(np.arange(1, self._n + 1)[:, None], width)
 
     def _weight(self, stage: int) -> Weight:
-        kind = self._kind(stage)
+        kind = self._kinds[stage]
         weight = self._weights.get(kind)
         if weight is None:
             weight = weigh(self._band, stage, self._devices, self._rules)

@@ -164,25 +164,28 @@ def test_impossible_numbers_are_refused_at_once(make):
         make()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_simulated_1f1b_step_takes_no_longer_than_the_model_says(seed: int):
     """And no less than the work and the way there of the stage with the most of both."""
     rng = random.Random(seed)
-    p, m = rng.randint(1, 6), rng.randint(1, 12)
-    forward = [rng.lognormvariate(0, 0.7) for _ in range(p)]
-    backward = [rng.lognormvariate(0.7, 0.7) for _ in range(p)]
-    sizes = [rng.choice([0.0, rng.lognormvariate(-1, 1)]) for _ in range(p)]
-    blocks = [
-        Block(str(i), forward=f, backward=b, output=s)
-        for i, (f, b, s) in enumerate(zip(forward, backward, sizes, strict=True))
-    ]
-    found = split_chain(blocks, [Device(bandwidth=1.0)] * p, microbatches=m)
-    hops = {(i, i + 1): sizes[i] for i in range(p - 1)}
-    costs = Costs(forward=forward, backward_input=backward, backward_weight=0.0, backward=backward, hop=hops)
-    step = build_schedule("1f1b", stages=p, microbatches=m).simulate(costs).makespan
-    assert step <= found.step * (1 + 1e-9)
-    ways = [sum(forward[j] + backward[j] + 2 * sizes[j] for j in range(i)) for i in range(p)]
-    assert step >= max(way + m * found.times[i] for i, way in enumerate(ways)) * (1 - 1e-9)
+    for _ in range(30):
+        p, m = rng.randint(1, 6), rng.randint(1, 12)
+        forward = [rng.lognormvariate(0, 0.7) for _ in range(p)]
+        backward = [rng.lognormvariate(0.7, 0.7) for _ in range(p)]
+        sizes = [rng.choice([0.0, rng.lognormvariate(-1, 1)]) for _ in range(p)]
+        blocks = [
+            Block(str(i), forward=f, backward=b, output=s)
+            for i, (f, b, s) in enumerate(zip(forward, backward, sizes, strict=True))
+        ]
+        found = split_chain(blocks, [Device(bandwidth=1.0)] * p, microbatches=m)
+        schedule = build_schedule("1f1b", stages=p, microbatches=m)
+        crossing = {(i, i + 1): sizes[i] for i in range(p - 1)}
+        for link in ("hop", "transfer"):
+            costs = Costs(forward, backward, 0.0, backward, **{link: crossing})
+            step = schedule.simulate(costs).makespan
+            assert step <= found.step * (1 + 1e-9)
+            ways = [sum(forward[j] + backward[j] + 2 * sizes[j] for j in range(i)) for i in range(p)]
+            assert step >= max(way + m * found.times[i] for i, way in enumerate(ways)) * (1 - 1e-9)
 
 
 def test_a_thousand_blocks_on_64_devices_in_under_two_seconds():

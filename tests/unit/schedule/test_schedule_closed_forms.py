@@ -78,7 +78,7 @@ def test_pipedream_2bw_idles_once_for_all_steps() -> None:
         assert_everybody_idles(schedule, Costs(2, 3, 4), (p - 1) * 9)
 
 
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", TIMES[:4])
 @pytest.mark.parametrize("v", [1, 3])
 def test_loops(v: int, times: tuple[int, int, int]) -> None:
     costs, total = Costs(*times), sum(times)
@@ -143,7 +143,7 @@ def test_zb_v() -> None:
 
 
 def test_v_half_and_v_min() -> None:
-    for p, m in grid(most=12):
+    for p, m in grid(most=9):
         half = build_schedule("v_half", stages=2 * p, microbatches=m)
         assert span_idle(half, Costs(2, 2, 2)) == 7 * (p - 1) + (0 if p % 2 else 3)
         least = build_schedule("v_min", stages=2 * p, microbatches=m)

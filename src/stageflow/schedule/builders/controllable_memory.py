@@ -10,7 +10,7 @@ from stageflow.schedule.builders.common import require_v
 
 
 def v_half(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
-    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4 (V-Half).
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3 (V-Half).
 
     Every micro-batch takes the same block, six time units after the one before: with e = 3 for an even number p of
     workers and 0 for an odd one, worker d starts F of its first stage at 2d and of its second at 3p-2-d, I of its
@@ -34,7 +34,7 @@ def v_half(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> 
 
 
 def v_min(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
-    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4 (V-Min).
+    """Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3 (V-Min).
 
     As `v_half` with another block: with e = 2 for a number p of workers that 3 divides and 0 else, worker d starts F
     of its first stage at d and of its second at 2p-1-d, I of its second at 2p+e+d and of its first at 4p+e-1-d.

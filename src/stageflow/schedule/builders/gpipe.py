@@ -30,7 +30,7 @@ def gpipe(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> O
 
 
 def looped_bfs(graph: StageGraph, placement: tuple[int, ...], microbatches: int) -> Orders:
-    """Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.1: all micro-batches of a worker's first
+    """Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4: all micro-batches of a worker's first
     stage, then of its next; backwards from its last stage to its first.
 
         4 stages on 2 workers, 2 micro-batches, B twice F

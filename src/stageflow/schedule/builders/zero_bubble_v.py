@@ -116,6 +116,7 @@ class _Filler:
         self.worst = 0.0
         self.last = 2 * workers - 1
         stages = range(2 * workers)
+        self.owner = [min(stage, self.last - stage) for stage in stages]
         self.seconds: dict[tuple[Kind, int], float] = {
             (kind, stage): costs.of(Action(kind, stage, 0)) for kind in SPLIT for stage in stages
         }
@@ -125,8 +126,7 @@ class _Filler:
         self.idle = [0.0] * workers
         self.orders: list[list[Action]] = [[] for _ in range(workers)]
         self.put_off: list[deque[Action]] = [deque() for _ in range(workers)]
-        self.ended: dict[Action, float] = {}
-        self.done: dict[tuple[Kind, int], int] = dict.fromkeys(self.seconds, 0)
+        self.ends: dict[tuple[Kind, int], list[float]] = {each: [] for each in self.seconds}  # by micro-batch
 
     def build(self) -> bool:
         """Whether it came to an end: with stages of unequal times the heuristic may not."""
@@ -152,7 +152,7 @@ class _Filler:
             while (
                 2 + 2 * worker <= self.room[worker]
                 and self.now[worker] + self.seconds["F", worker] <= self._arrival("F", up)
-                and self.done["F", worker] < self.microbatches - worker
+                and self._done("F", worker) < self.microbatches - worker
             ):
                 for above in range(worker + 1):
                     self._put("F", above)
@@ -165,13 +165,13 @@ class _Filler:
             while self._lags(worker):
                 for below in reversed(range(worker, self.workers)):
                     stage = below if down else self.last - below
-                    if self.done["F", stage] < self.microbatches:
+                    if self._done("F", stage) < self.microbatches:
                         self._put("F", stage)
                 down = not down
 
     def _lags(self, worker: int) -> bool:
-        down, up = self.done["F", worker], self.done["F", self.last - worker]
-        above_down, above_up = self.done["F", worker - 1], self.done["F", self.last - worker + 1]
+        down, up = self._done("F", worker), self._done("F", self.last - worker)
+        above_down, above_up = self._done("F", worker - 1), self._done("F", self.last - worker + 1)
         return down + up < above_down + above_up or up <= above_up < self.microbatches
 
     def _backwards(self) -> None:
@@ -187,10 +187,10 @@ class _Filler:
                 self._put("I", up)
 
     def _can_go_down(self, worker: int) -> bool:
-        down, up = self.done["I", worker], self.done["I", self.last - worker]
+        down, up = self._done("I", worker), self._done("I", self.last - worker)
         if down >= up:
             return False
-        return worker == self.workers - 1 or up >= self.microbatches or Action("I", worker + 1, down) in self.ended
+        return worker == self.workers - 1 or up >= self.microbatches or down < self._done("I", worker + 1)
 
     def _forwards(self) -> None:
         """One F on every worker, as far as there is one to do."""
@@ -205,18 +205,18 @@ class _Filler:
                 self._put("F", stage)
 
     def _next_forward(self, worker: int) -> int | None:
-        down, up = self.done["F", worker], self.done["F", self.last - worker]
+        down, up = self._done("F", worker), self._done("F", self.last - worker)
         if up >= self.microbatches:
             return None
-        if up < down and (worker == self.workers - 1 or Action("F", self.last - worker - 1, up) in self.ended):
+        if up < down and (worker == self.workers - 1 or up < self._done("F", self.last - worker - 1)):
             return self.last - worker
-        if up >= down or (down < self.microbatches and (worker == 0 or Action("F", worker - 1, down) in self.ended)):
+        if up >= down or (down < self.microbatches and (worker == 0 or down < self._done("F", worker - 1))):
             return worker
         return None
 
     def _fill(self, kind: Kind, stage: int, *, may_catch_up: bool) -> None:
         """Put W where the worker would wait for the next ``kind`` of the stage."""
-        worker = self._worker(stage)
+        worker = self.owner[stage]
         arrival = self._arrival(kind, stage)
         waiting = self.put_off[worker]
         while waiting and arrival >= self.now[worker] + self.seconds["W", waiting[0].stage]:
@@ -231,15 +231,16 @@ class _Filler:
 
     def _put(self, kind: Kind, stage: int) -> None:
         """The next ``kind`` of the stage comes next on its worker."""
-        worker = self._worker(stage)
+        worker = self.owner[stage]
         start = max(self.now[worker], self._arrival(kind, stage))
         if self.orders[worker]:
             self.idle[worker] += start - self.now[worker]
             self.worst = max(self.worst, self.idle[worker])
-        action = Action(kind, stage, self.done[kind, stage])
+        ends = self.ends[kind, stage]
+        action = Action(kind, stage, len(ends))
         self.orders[worker].append(action)
-        self.now[worker] = self.ended[action] = start + self.seconds[kind, stage]
-        self.done[kind, stage] += 1
+        self.now[worker] = end = start + self.seconds[kind, stage]
+        ends.append(end)
         if kind == "I":
             self.put_off[worker].append(Action("W", stage, action.microbatch))
         else:
@@ -248,12 +249,12 @@ class _Filler:
     def _arrival(self, kind: Kind, stage: int) -> float:
         """When what the next ``kind`` of the stage needs from another worker is here; long ago if it needs nothing."""
         source = stage - 1 if kind == "F" else stage + 1
-        if kind == "W" or not 0 <= source <= self.last or self._worker(source) == self._worker(stage):
+        if kind == "W" or not 0 <= source <= self.last or self.owner[source] == self.owner[stage]:
             return _NEVER
-        need = Action(kind, source, self.done[kind, stage])
-        if need not in self.ended:
+        microbatch, ends = len(self.ends[kind, stage]), self.ends[kind, source]
+        if microbatch >= len(ends):
             raise _StuckError
-        return self.ended[need] + self.hops[min(source, stage)]
+        return ends[microbatch] + self.hops[min(source, stage)]
 
-    def _worker(self, stage: int) -> int:
-        return min(stage, self.last - stage)
+    def _done(self, kind: Kind, stage: int) -> int:
+        return len(self.ends[kind, stage])

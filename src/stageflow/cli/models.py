@@ -53,7 +53,7 @@ def from_directory(path: Path, batch: int, sequence_length: int) -> tuple[Any, A
 
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (ValueError, KeyError, OSError) as error:
         raise InputError(
             f"{config_file} describes no causal language model that transformers knows: {error}"

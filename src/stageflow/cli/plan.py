@@ -89,7 +89,7 @@ def _bare_plan(args: argparse.Namespace) -> Plan:
         raise InputError(f"--devices {args.devices}: bare numbers take a number of devices")
     memory = None if args.memory is None else _number(args.memory, "--memory")
     link = None if args.hop is None else (args.hop, float("inf"))
-    options = _shared(args) | {"stages": stages}
+    options: dict[str, Any] = {**_shared(args), "stages": stages}
     return make_plan(
         devices=workers,
         memory=memory,

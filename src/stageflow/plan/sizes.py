@@ -40,7 +40,7 @@ class Sizes:
         if "microbatch" in options:
             raise InputError("microbatch= follows from the example and microbatches=: leave it out")
         self._model, self._example = model, example
-        self._options = {"at_least": at_least, **options}
+        self._options: dict[str, Any] = {"at_least": at_least, **options}
         self._accelerators = accelerators
         if accelerators:
             self._options["on"] = accelerators[0]
@@ -67,7 +67,7 @@ class Sizes:
     def _count(self, on: Accelerator, microbatches: int) -> float:
         """Seconds of the model's forward and backward for one micro-batch on an accelerator."""
         size = self.samples // microbatches
-        profile = profile_model(self._model, self._example, microbatch=size, **self._options | {"on": on})
+        profile = profile_model(self._model, self._example, microbatch=size, **{**self._options, "on": on})
         return profile.forward + profile.backward
 
     def works(self, microbatches: int | None, devices: int) -> list[Work]:

@@ -170,7 +170,8 @@ def check_recompute(recompute: Any, stages: int) -> Recompute | tuple[Recompute 
     if isinstance(recompute, Sequence) and not isinstance(recompute, str):
         if len(recompute) != stages:
             raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages")
-        return tuple(_recompute_one(each) for each in recompute)
+        ways: list[Recompute | None] = [_recompute_one(each) for each in recompute]
+        return tuple(ways)
     return _recompute_one(recompute)
 
 

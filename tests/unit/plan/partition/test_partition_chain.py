@@ -166,12 +166,15 @@ def test_impossible_numbers_are_refused_at_once(make):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_simulated_1f1b_step_takes_no_longer_than_the_model_says(seed: int):
-    """And no less than the work and the way there of the stage with the most of both."""
+    """Where backwards take equally many times as long as forwards; else up to a tenth longer. And no less than the
+    work and the way there of the stage with the most of both."""
     rng = random.Random(seed)
-    for _ in range(30):
-        p, m = rng.randint(1, 6), rng.randint(1, 12)
+    for number in range(40):
+        p, m, ratio = rng.randint(1, 6), rng.randint(1, 12), rng.uniform(1, 3)
         forward = [rng.lognormvariate(0, 0.7) for _ in range(p)]
-        backward = [rng.lognormvariate(0.7, 0.7) for _ in range(p)]
+        backward = (
+            [ratio * time for time in forward] if number % 2 else [rng.lognormvariate(0.7, 0.7) for _ in range(p)]
+        )
         sizes = [rng.choice([0.0, rng.lognormvariate(-1, 1)]) for _ in range(p)]
         blocks = [
             Block(str(i), forward=f, backward=b, output=s)
@@ -183,7 +186,7 @@ def test_a_simulated_1f1b_step_takes_no_longer_than_the_model_says(seed: int):
         for link in ("hop", "transfer"):
             costs = Costs(forward, backward, 0.0, backward, **{link: crossing})
             step = schedule.simulate(costs).makespan
-            assert step <= found.step * (1 + 1e-9)
+            assert step <= found.step * (1 + 1e-9 if number % 2 else 1.1)
             ways = [sum(forward[j] + backward[j] + 2 * sizes[j] for j in range(i)) for i in range(p)]
             assert step >= max(way + m * found.times[i] for i, way in enumerate(ways)) * (1 - 1e-9)
 

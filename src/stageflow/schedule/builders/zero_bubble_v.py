@@ -89,7 +89,7 @@ def _best_of_variants(graph: StageGraph, microbatches: int, costs: Costs) -> Ord
 
 
 class _StuckError(Exception):
-    """What the next action needs has not been put anywhere yet."""
+    """What the next action needs has not been put anywhere yet, or there is no memory for it."""
 
 
 class _Filler:
@@ -245,6 +245,8 @@ class _Filler:
             self.put_off[worker].append(Action("W", stage, action.microbatch))
         else:
             self.room[worker] += 1 if kind == "W" else -1
+            if self.room[worker] < 0:
+                raise _StuckError
 
     def _arrival(self, kind: Kind, stage: int) -> float:
         """When what the next ``kind`` of the stage needs from another worker is here; long ago if it needs nothing."""

@@ -56,6 +56,17 @@ class Memory:
         return sum(self.sizes.values())
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """What a watched forward showed: memory that autograd saved, that is kept as its inputs, and that arrived."""
+
+    saved: Memory
+    leaves: Memory
+    arrived: Memory
+    sent: dict[int, Bundle]
+    loss: Tensor | None
+
+
 @dataclass
 class Counter:
     """Counts block after block, in order. counted: what earlier blocks saved."""
@@ -75,9 +86,35 @@ class Counter:
 
         put_off: installed in the program's layers. received: as `Stage` sends, ``[meta, names of trained tensors]``.
         """
-        ours, arrived, leaves, saved = Memory(), Memory(), Memory(), Memory()
+        ours = Memory()
         ours.add([*program.parameters.values(), *program.buffers.values()])
         ours.add(flatten((inputs.args, inputs.kwargs, inputs.target))[0].values())
+        put_off.splitting = True
+        with torch.no_grad():  # a stage learns from its first run whether it changes what it was given, and copies it
+            program.forward(inputs.args, inputs.kwargs, _copies(received), lambda layer: None)
+        ran = self._run(program, inputs, received, is_output)
+        roots = [tensor for bundle in ran.sent.values() for tensor in bundle.tensors.values() if tensor.requires_grad]
+        outputs = Memory()
+        outputs.add(roots)
+        if ran.loss is not None and ran.loss.requires_grad:
+            roots.append(ran.loss)
+        new = ran.saved - ours - self.counted
+        input_saved = {key: size for key, size in ran.arrived.sizes.items() if key in ran.saved.sizes}
+        deferred = self._put_off(put_off, roots) - ours
+        self.counted.sizes.update(new.sizes)
+        self.counted.tensors += [*ran.saved.tensors, *ran.arrived.tensors]
+        return Sizes(
+            activation=new.total,
+            entry=(Memory({**ran.leaves.sizes, **input_saved}) - new).total,
+            exit=(outputs - ran.saved - ran.arrived).total,
+            deferred=deferred.total,
+            boundary=ran.arrived.total,
+            sent={consumer: _outgoing(bundle) for consumer, bundle in ran.sent.items()},
+        )
+
+    def _run(self, program: StageProgram, inputs: MicroBatch, received: Mapping[int, Bundle], is_output: bool) -> _Ran:
+        """One forward, watched."""
+        arrived, leaves, saved = Memory(), Memory(), Memory()
         entered: dict[int, Bundle] = {}
         for producer, bundle in received.items():
             meta, trained = bundle.meta
@@ -94,34 +131,10 @@ class Counter:
                     saved.add([tensor])
             return tensor
 
-        put_off.splitting = True
-        with torch.no_grad():  # a stage learns from its first run whether it changes what it was given, and copies it
-            program.forward(inputs.args, inputs.kwargs, _copies(received), lambda layer: None)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = program.forward(inputs.args, inputs.kwargs, entered, lambda layer: None)
             loss = compute_loss(self.loss, result.output, inputs.target) if is_output else None
-        sent = {consumer: _outgoing(bundle) for consumer, bundle in result.bundles.items()}
-        roots = [t for bundle in result.bundles.values() for t in bundle.tensors.values() if t.requires_grad]
-        if loss is not None and loss.requires_grad:
-            roots.append(loss)
-        outputs = Memory()
-        outputs.add(roots if loss is None else [])
-        new = saved - ours - self.counted
-        kept_input = Memory(
-            {**leaves.sizes, **{key: arrived.sizes[key] for key in saved.sizes if key in arrived.sizes}}
-        )
-        deferred = self._put_off(put_off, roots) - ours
-        sizes = Sizes(
-            activation=new.total,
-            entry=(kept_input - new).total,
-            exit=(outputs - saved - arrived).total,
-            deferred=deferred.total,
-            boundary=arrived.total,
-            sent=sent,
-        )
-        self.counted.sizes.update(new.sizes)
-        self.counted.tensors += [*saved.tensors, *arrived.tensors]
-        return sizes
+        return _Ran(saved, leaves, arrived, result.bundles, loss)
 
     def _put_off(self, put_off: PutOff, roots: list[Tensor]) -> Memory:
         """What an I leaves for its W."""

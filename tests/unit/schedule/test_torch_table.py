@@ -84,6 +84,36 @@ def test_reads_what_torch_dumps(name: str) -> None:
     assert Schedule.from_csv(table_of(lowered), name=name) == schedule
 
 
+SAME = {
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "interleaved_zb": theirs.ScheduleInterleavedZeroBubble,
+    "zb_v": theirs.ScheduleZBVZeroBubble,
+    "dualpipe_v": theirs.ScheduleDualPipeV,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(("workers", "microbatches"), [(1, 3), (2, 4), (3, 9), (4, 8), (5, 15)])
+def test_orders_are_those_of_torchs_class(name: str, workers: int, microbatches: int) -> None:
+    builder = object.__new__(SAME[name])  # without stages, which it does not need to order actions
+    builder.pp_group_size = workers
+    builder.num_stages = 2 * workers
+    builder.n_local_stages = 2
+    builder._n_microbatches = microbatches
+    builder.microbatches_per_round = microbatches // (microbatches // workers)
+    want = [
+        [
+            str(part)
+            for action in builder._calculate_single_rank_operations(rank)
+            if action is not None
+            for part in action.sub_actions or (action,)
+        ]
+        for rank in range(workers)
+    ]
+    schedule = build_schedule(name, stages=2 * workers, microbatches=microbatches)
+    assert [list(map(str, order)) for order in schedule.orders] == want
+
+
 def test_empty_cells_are_pauses_and_overlapping_actions_come_one_after_the_other() -> None:
     schedule = Schedule.from_csv("0F0,,0F1,0B0,,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n")
     assert schedule == Schedule.from_orders(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], name="csv")

@@ -57,7 +57,8 @@ def _pattern(workers: int, worker: int, microbatches: int) -> tuple[Action, ...]
         (max(0, microbatches - worker - behind), steady),
         (worker, (("I", down), ("I", up))),
         (behind, (("I", down), ("W", down))),
-        (microbatches, (("W", up), ("W", down))),
+        (microbatches, (("W", up),)),
+        (microbatches, (("W", down),)),
     ]
     order: list[Action] = []
     done: dict[tuple[Kind, int], int] = {}

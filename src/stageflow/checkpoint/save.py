@@ -84,7 +84,9 @@ class Saving:
     def __enter__(self) -> Saving:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"the save was interrupted; {self.directory} holds what it held before, or all of the new")
         self.abandon()
 
     def _complete(self, entries: Sequence[ShardEntry], progress: Progress) -> None:

@@ -19,7 +19,7 @@ from stageflow.errors import SplitError
 from stageflow.split.hollow import HollowBuild
 from stageflow.split.request import ListedModules
 from stageflow.split.state import named_state
-from stageflow.split.stored import load_values
+from stageflow.split.stored import check_stored, load_values
 
 _ONE_BUILD_AT_A_TIME = threading.Lock()  # torch's random generators and registration hooks are the process's
 _MOST_TRIES = 4
@@ -97,7 +97,7 @@ class DeferredModel:
 
         Returns the recipe and the model with its parameters on the meta device; small ones and buffers are real.
         Without ``weights``, the random state moves on as if the model had been built. Raises SplitError if the
-        function fails or gives no model.
+        function fails or gives no model, or not all of it is stored.
         """
         with _ONE_BUILD_AT_A_TIME:
             start = RandomState.now()
@@ -113,6 +113,8 @@ class DeferredModel:
             needs = {name: need for name, tensor, _ in named_state(model) if (need := hollows.needs(tensor))}
             buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
             _strip(model, hollows, keep=buffers - needs.keys())
+        if weights is not None:
+            check_stored(model, weights)
         return cls(build, start, weights, needs, always, _shapes(model)), model
 
     def materialise(self, keep: AbstractSet[str]) -> nn.Module:

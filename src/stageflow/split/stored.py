@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from stageflow.errors import SplitError
 from stageflow.split.state import named_state
@@ -42,25 +43,46 @@ def _names_in(file: Path) -> list[str]:
         raise SplitError(f"{file} can't be read as safetensors: {problem}") from problem
 
 
+def check_stored(model: nn.Module, weights: Path) -> None:
+    """Raise SplitError unless all of the model is stored in its shapes.
+
+    Reads no values: to be told at once what does not fit, rather than by a worker that comes to load its part.
+    """
+    places = find_values(weights)
+    tensors = {name: tensor for name, tensor, _ in named_state(model)}
+    wanted = _stored_names(model, places, tensors.keys())
+    for file, names in _by_file(places, wanted).items():
+        with safe_open(file, framework="pt") as stored:
+            for name, place in names:
+                _check_shape(name, file, stored.get_slice(place).get_shape(), tensors[name])
+
+
 def load_values(model: nn.Module, weights: Path, keep: AbstractSet[str]) -> None:
     """Fill the parameters and persistent buffers of ``model`` that are named in ``keep``.
 
     A tied one may be stored under any of its names. Raises SplitError naming what is missing or has another shape.
     """
     places = find_values(weights)
-    wanted = _stored_names(model, places, keep)
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name in wanted.values():
-        by_file[places[name]].append(name)
-    targets = {stored: name for name, stored in wanted.items()}
     tensors = {name: tensor for name, tensor, _ in named_state(model)}
-    for file, names in by_file.items():
+    for file, names in _by_file(places, _stored_names(model, places, keep)).items():
         with safe_open(file, framework="pt") as stored, torch.no_grad():
-            for name in names:
-                target, value = tensors[targets[name]], stored.get_tensor(name)
-                if value.shape != target.shape:
-                    raise SplitError(f"{name!r} in {file} has shape {list(value.shape)}, not {list(target.shape)}")
-                target.copy_(value)
+            for name, place in names:
+                value = stored.get_tensor(place)
+                _check_shape(name, file, value.shape, tensors[name])
+                tensors[name].copy_(value)
+
+
+def _check_shape(name: str, file: Path, shape: Sequence[int], target: Tensor) -> None:
+    if list(shape) != list(target.shape):
+        raise SplitError(f"{name!r} in {file} has shape {list(shape)}, not {list(target.shape)}")
+
+
+def _by_file(places: dict[str, Path], wanted: dict[str, str]) -> dict[Path, list[tuple[str, str]]]:
+    """What to read from each file: (name in the model, name in the file)."""
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, place in wanted.items():
+        by_file[places[place]].append((name, place))
+    return by_file
 
 
 def _stored_names(model: nn.Module, places: dict[str, Path], keep: AbstractSet[str]) -> dict[str, str]:

@@ -303,7 +303,7 @@ def test_ctrl_c_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
             patch.setattr("stageflow.train.crew.write_config", interrupted)
             with pytest.raises(KeyboardInterrupt) as caught:
                 pipe.save(tmp_path / "run")
-        assert "it holds what it held before" in caught.value.__notes__[0]
+        assert "holds what it held before" in caught.value.__notes__[0]
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         pipe.load(tmp_path / "run")
         assert all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
@@ -356,7 +356,9 @@ def test_stored_weights_that_do_not_fit_are_told_by_name(tmp_path):
     save_file({"0.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     with (
         make(_build, weights=tmp_path) as pipe,
-        pytest.raises(StageflowError, match="not stored under their names.*0.bias"),
+        pytest.raises(
+            StageflowError, match="3 tensors of the model are not stored under their names, among them 0.bias"
+        ),
     ):
         pipe.train_step(X, target=Y)
 

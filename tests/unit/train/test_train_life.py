@@ -158,8 +158,8 @@ def test_a_failure_that_leaves_the_workers_usable_ends_nothing(started):
 def test_a_failure_that_ended_the_workers_ends_the_pipeline_with_that_reason(started):
     made = a_life()
     made.start(FIRST)
+    started[0].close()
     with pytest.raises(KeyboardInterrupt), made.alone("save()"):
-        started[0].close()
         raise KeyboardInterrupt("pressed\nmore")
     with pytest.raises(PipelineClosed, match=r"it ended after a failure in save\(\) \(KeyboardInterrupt: pressed\)$"):
         made.require_open()

@@ -68,7 +68,7 @@ def make_sibling(target: Path) -> tuple[Path, int]:
     while True:
         path = _sibling(target, "saving", secrets.token_hex(4))
         os.mkdir(path)
-        lock = _lock(path)
+        lock = try_lock(path)
         # another process may have taken it for a dead one's before it was locked
         if lock is not None and path.exists():
             return path, lock
@@ -79,7 +79,7 @@ def make_sibling(target: Path) -> tuple[Path, int]:
 def sweep(target: Path) -> None:
     """Remove what saves of ``target`` left behind whose process has died."""
     for path in _siblings(target, "saving"):
-        lock = _lock(path)
+        lock = try_lock(path)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
@@ -105,8 +105,8 @@ def _partner(target: Path, aside: Path) -> Path:
     return _sibling(target, "saving", aside.name.rpartition("-")[2])
 
 
-def _lock(path: Path) -> int | None:
-    """Lock a directory; None where a living process has it or it is gone."""
+def try_lock(path: Path) -> int | None:
+    """Lock a directory until the descriptor is closed; None where a living process has it or it is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def recover(target: Path) -> None:
         if aside is None:
             return
         new = _partner(target, aside)
-        lock = _lock(new)
+        lock = try_lock(new)
         if lock is None and new.exists():
             # its writer lives and is about to rename it
             if time.monotonic() > deadline:

@@ -13,15 +13,19 @@ import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stageflow.checkpoint.disk import recover, sweep
+from stageflow.checkpoint.disk import recover, sweep, try_lock
 from stageflow.checkpoint.layout import MANIFEST
 from stageflow.errors import CheckpointError
 
 log = logging.getLogger("stageflow")
 
+_PATIENCE = 10.0  # seconds
 _STEP = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.(step-\d+)\.(saving|replaced|removing)-[0-9a-f]+")
 
@@ -53,6 +57,27 @@ class Series:
     def place(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
         return self.root / f"step-{step:08}"
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other runs out; makes the folder. A run that ends, however it does, gives the folder free.
+
+        Raises CheckpointError where another has it and keeps it for `_PATIENCE` seconds (a killed process's own
+        children may hold on to it a moment longer), or where the folder can't be made.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            deadline = time.monotonic() + _PATIENCE
+            while (lock := try_lock(self.root)) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"another run writes its checkpoints into {self.root}; is it still going?")
+                time.sleep(0.1)
+        except OSError as error:
+            raise CheckpointError(f"{self.root} can't be written to: {error}") from error
+        try:
+            yield
+        finally:
+            os.close(lock)
 
     def members(self) -> list[Member]:
         """All there are, good or not, newest first. Raises CheckpointError where the folder can't be read."""

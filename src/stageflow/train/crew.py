@@ -98,9 +98,9 @@ class Crew(ABC):
         """Whether this process does what only one may do: the driver, or the first rank."""
         return True
 
-    def agree(self, value: T) -> T:
-        """The first rank's value, on every rank; where there is one driver, the value itself."""
-        return value
+    def agree(self, function: Callable[[], T]) -> T:
+        """What a function gives (plain values): where there is one driver, there; else on the first rank, for all."""
+        return function()
 
     @property
     @abstractmethod

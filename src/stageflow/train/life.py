@@ -49,6 +49,7 @@ class Life:
         self._setting_up = setting_up
         self._crew: Crew | None = None
         self._ended: str | None = None
+        self.dismissed = False
         self._number = 0
         self._turn = threading.Lock()
         self._doing = ""
@@ -154,6 +155,8 @@ class Life:
         """
         if self._launch == "torchrun":
             raise InputError("ranks are started again by torchrun (see its --max-restarts), not by the pipeline")
+        if self.dismissed:
+            self.require_open()
         assert self._crew is not None
         self._crew.close()
         setups = self._blueprint.worker_setups(**self._setting_up)
@@ -188,8 +191,9 @@ class Life:
         assert self._blueprint.split is not None
         return self._blueprint.split
 
-    def end(self, reason: str) -> None:
-        """End all workers; may be called twice, and the first reason stays."""
+    def end(self, reason: str, *, for_good: bool = False) -> None:
+        """End all workers; may be called twice, and the first reason stays. for_good: nothing starts new ones."""
+        self.dismissed = self.dismissed or for_good
         if self._ended is None:
             self._ended = reason
         if self._crew is not None:

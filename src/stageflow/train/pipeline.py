@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from stageflow.errors import InputError
+from stageflow.errors import CheckpointError, InputError
 from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
 from stageflow.runtime.command import StepCommand
 from stageflow.runtime.loss import LossFunction, takes_target
@@ -45,7 +46,12 @@ from stageflow.train.state import check_state, parts_for, whole_state
 from stageflow.train.storage import Storage
 
 if TYPE_CHECKING:
+    from stageflow.checkpoint import Checkpoint
     from stageflow.plan import Plan
+    from stageflow.train.callbacks import Callback, FitReport, Run
+    from stageflow.train.feed import Source
+
+log = logging.getLogger("stageflow")
 
 Mode = Literal["train", "evaluate", "predict"]
 
@@ -156,6 +162,7 @@ class Pipeline:
         # a model with an argument of that name gets it, unless the loss function can't do without
         self._model_takes_target = has_argument(model, TARGET) and (loss is None or not takes_target(loss))
         self._dtype = dtype
+        self._seed = seed
         self._optimizes = optimizer is not None
         self._recompute = check_recompute(wanted["recompute"], count)
         self._life = Life(
@@ -179,6 +186,7 @@ class Pipeline:
         self._known_to_workers: set[str] = set()
         self.steps = 0
         self._fresh = True
+        self._mode: bool | None = None
         self._last: StepView | None = None
         self._memory: list[dict[str, int]] | None = None
 
@@ -225,6 +233,7 @@ class Pipeline:
         """Put all modules into training mode. A new pipeline keeps the modes that the model had."""
         with self._life.alone("train()"):
             self._life.crew("train()").ask("set_training", mode)
+            self._mode = mode
         return self
 
     def eval(self) -> Pipeline:
@@ -237,6 +246,77 @@ class Pipeline:
             self._fresh = True
             if self._life.started:
                 self._life.crew("zero_grad()").ask("zero_gradients")
+
+    # ---------------------------------------------------------------------------------------------------- a run
+
+    def fit(
+        self,
+        loader: Source,
+        steps: int | None = None,
+        *,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        max_restarts: int = 10,
+        callbacks: Sequence[Callback | Callable[[Run], Any]] = (),
+    ) -> FitReport:
+        """Train on what a loader gives; after a failure of workers, go on from the last checkpoint as if it never was.
+
+        loader: a DataLoader or anything else that can be iterated again and again, an iterator (batches since the last
+            checkpoint are kept then), or a function from a batch's number to the batch. A batch is a dict of the
+            model's keyword arguments, (input, target), or the one input. What a loader draws depends on (`seed`,
+            epoch), not on what was drawn before.
+        steps: how many there shall be in all, those of a resumed run and of earlier calls counted; None: one epoch.
+        checkpoint: a folder for checkpoints. If it holds some of an earlier run, the newest good one is taken and the
+            run goes on from there, at its place in the data. None: no checkpoints, so a failure ends the run.
+        checkpoint_every: steps between two, written in the background; None: only one before and one after the run.
+        keep: how many checkpoints stay.
+        max_restarts: from how many failures the run goes on. An exception that comes again at the same step ends it.
+        callbacks: `Callback` objects, or functions of a `Run` that are called after every step.
+
+        What happens is logged to ``logging.getLogger("stageflow")``, and is in the report. Raises what ends the run:
+        InputError, CheckpointError, what callbacks and loader raise, or the failure from which it can't go on, with a
+        note that says why. Under torchrun a failure always ends the ranks: torchrun starts them again, and they resume.
+        """
+        from stageflow.train.fit import Fit
+
+        return Fit(
+            self,
+            loader,
+            seed=self._seed,
+            steps=steps,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            max_restarts=max_restarts,
+            callbacks=callbacks,
+        ).run()
+
+    def _build_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Split the model and start the workers, as the first `train_step` would with this batch."""
+        with self._life.alone("fit()"):
+            inputs = {name: value for name, value in kwargs.items() if name != TARGET}
+            self._prepare("train", args, inputs, kwargs.get(TARGET))
+
+    def _replace_workers(self) -> None:
+        """New workers with the weights of the start; `_adopt` has to follow."""
+        with self._life.alone("fit()"):
+            if self._life.usable:
+                try:
+                    self._storage.settle()
+                except CheckpointError as error:
+                    log.warning("%s", error)
+            else:
+                self._storage.give_up()
+            self._known_to_workers.clear()
+            self._life.restart()
+            if self._mode is not None:
+                self._life.crew("fit()").ask("set_training", self._mode)
+
+    def _agree(self, function: Callable[[], str]) -> str:
+        """What a function gives; under torchrun, on the first rank for all."""
+        with self._life.alone("fit()"):
+            return self._life.crew("fit()").agree(function)
 
     def _prepare(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, update: bool = True
@@ -372,10 +452,19 @@ class Pipeline:
         """
         with self._life.alone("load()"):
             checkpoint = self._storage.load(directory)
-            self._fresh = True
-            if checkpoint.manifest is not None:
-                self.steps = checkpoint.step
+            self._take_step(checkpoint)
             return checkpoint.extra
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        """As `load`, of a checkpoint whose files are known to be good."""
+        with self._life.alone("fit()"):
+            self._storage.adopt(checkpoint)
+            self._take_step(checkpoint)
+
+    def _take_step(self, checkpoint: Checkpoint) -> None:
+        self._fresh = True
+        if checkpoint.manifest is not None:
+            self.steps = checkpoint.step
 
     def _gather(self, what: str, kind: StateKind) -> tuple[Split, dict[str, Tensor]]:
         with self._life.alone(what):
@@ -497,7 +586,7 @@ class Pipeline:
             else:
                 self._storage.give_up()
         finally:
-            self._life.end("it was closed")
+            self._life.end("it was closed", for_good=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import torch
@@ -234,8 +234,7 @@ class RankCrew(Crew):
         needed = sum(self.ask("bytes_to_save"))
         saving = self._ranks.run(lambda: Saving(directory, needed) if self._rank == 0 else None)
         try:
-            path = self.agree(None if saving is None else str(saving.path))
-            assert path is not None
+            path = self.agree(lambda: "" if saving is None else str(saving.path))
             self._ranks.run(lambda: None if saving is None else write_config(model, saving.path, dtype))
             count = sum(self.ask("start_checkpoint", path, skip))
             first = None if saving is None else BackgroundSave(saving, count, progress, self._timeout, then)
@@ -249,8 +248,9 @@ class RankCrew(Crew):
     def leads(self) -> bool:
         return self._rank == 0
 
-    def agree(self, value: T) -> T:
-        return self._ranks.run(lambda: self._ranks.exchange(value))[0]
+    def agree(self, function: Callable[[], T]) -> T:
+        first = self._ranks.run(lambda: self._ranks.exchange(function() if self._rank == 0 else None))[0]
+        return cast(T, first)
 
     def events(self) -> list[Event]:
         """What happened in the last step, on all ranks; clocks of several machines are not aligned."""

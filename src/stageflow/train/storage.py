@@ -57,9 +57,15 @@ class Storage:
     def load(self, directory: str | Path) -> Checkpoint:
         """See `Pipeline.load`."""
         self.settle()
-        split = self._life.split("load()")
+        self._life.split("load()")
         # absolute: the workers keep the folder that they were started in
         checkpoint = open_checkpoint(Path(directory).absolute())
+        self.adopt(checkpoint)
+        return checkpoint
+
+    def adopt(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint whose files are known to be good. Raises CheckpointError where it does not fit."""
+        split = self._life.split("load()")
         persistent = {name: info.shape for name, info in split.tensors.items() if info.persistent}
         checkpoint.check_fits(persistent, split.aliases)
         resumes = checkpoint.has_optimizer and self._optimizes
@@ -80,7 +86,6 @@ class Storage:
                 checkpoint.seed,
                 self._seed,
             )
-        return checkpoint
 
     @property
     def writing(self) -> bool:

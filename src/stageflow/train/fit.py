@@ -1,0 +1,338 @@
+"""A run that goes on by itself after a failure, as if there had been none.
+
+       ┌────────────────────────────────────────────────────────┐
+begin ─┴─► next batch ─► step ─► callbacks ─► checkpoint if due ─┴─► end
+                │          │          │               │
+                └──────────┴── a worker died, failed or hung
+                                      ▼
+                 new workers ─► the newest good checkpoint ─► its place in the data ─► next batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stageflow.checkpoint import Checkpoint, Series, open_checkpoint, open_newest
+from stageflow.errors import CheckpointError, InputError, LaunchError, PipelineError, StageFailed, TransportError
+from stageflow.launch.server import keep_warm
+from stageflow.train.callbacks import Callback, FitReport, Restart, Run, as_step, check_callbacks
+from stageflow.train.feed import Feed, Place, Source
+
+if TYPE_CHECKING:
+    from stageflow.train.pipeline import Pipeline
+
+log = logging.getLogger("stageflow")
+
+_RECOVERABLE = (PipelineError, TransportError, LaunchError)
+_PLACE = "place in the data"
+"""Under which a checkpoint's `extra` holds where in the data it is."""
+
+
+class Fit:
+    """One call of `Pipeline.fit`; see there for the arguments."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        loader: Source,
+        *,
+        seed: int,
+        steps: int | None,
+        checkpoint: str | Path | None,
+        checkpoint_every: int | None,
+        keep: int,
+        max_restarts: int,
+        callbacks: Sequence[Callback | Callable[[Run], Any]],
+    ) -> None:
+        """seed: of what the loader draws. Raises InputError, before any work."""
+        _check_counts(steps=steps, checkpoint_every=checkpoint_every, keep=keep, max_restarts=max_restarts)
+        self._pipe = pipe
+        self._feed = Feed(loader, seed)
+        if steps is None and self._feed.endless:
+            raise InputError("a function gives batches for ever: say how many steps=")
+        if checkpoint is None and checkpoint_every is not None:
+            raise InputError("checkpoint_every= needs checkpoint=, the folder that checkpoints go into")
+        if not pipe._fresh:
+            raise InputError("gradients of train_step(update=False) wait for an update: make it, or call zero_grad()")
+        self._target = steps
+        self._series = None if checkpoint is None else Series(checkpoint)
+        self._every = checkpoint_every
+        self._keep = keep
+        self._allowed = max_restarts
+        self._callbacks = check_callbacks(callbacks)
+        self._report = FitReport(steps=pipe.steps)
+        self._run = Run(pipe, self._report, step=pipe.steps)
+        self._told = pipe.steps
+        self._saving: tuple[int, Place, Path] | None = None
+        self._last_failure: tuple[int, str] | None = None
+        self._begun = False
+
+    def run(self) -> FitReport:
+        """Make the steps. Raises what ends a run that can't go on."""
+        started = time.monotonic()
+        with self._claimed(), _warm(self._pipe.launch):
+            while not self._report.ended:
+                try:
+                    self._go_on()
+                except _RECOVERABLE as error:
+                    self._recover(error)
+            self._report.steps = self._pipe.steps
+            self._report.seconds = time.monotonic() - started
+            self._tell(lambda callback: callback.on_end(self._run))
+        log.info("the run ended: %s", self._report)
+        return self._report
+
+    def _tell(self, what: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            what(callback)
+
+    # ---------------------------------------------------------------------------------------------------- going on
+
+    def _go_on(self) -> None:
+        """From wherever the run is to its end."""
+        if not self._begun:
+            self._begin()
+            self._begun = True
+            self._tell(lambda callback: callback.on_start(self._run))
+        while (ended := self._has_ended()) is None:
+            self._step()
+        if self._series is not None:
+            self._write_last()
+        self._report.ended = ended
+
+    def _begin(self) -> None:
+        """Start the workers, and resume or write the first checkpoint."""
+        pipe, feed = self._pipe, self._feed
+        if not pipe.is_built:
+            place = feed.place
+            try:
+                args, kwargs = as_step(feed.next())
+            except StopIteration:
+                raise InputError("the loader is empty") from None
+            pipe._build_for(args, kwargs)
+            feed.seek(place)
+        if self._series is None:
+            return
+        newest = self._newest()
+        if newest is None:
+            self._write(background=False)
+            return
+        if pipe.steps not in (0, newest.step):
+            raise InputError(
+                f"{self._series.root} holds a run at step {newest.step}, and this pipeline has made {pipe.steps} steps "
+                "that are not part of it; name another folder, or resume with a new pipeline"
+            )
+        self._restore(newest)
+        self._report.resumed_from = newest.step
+        self._told = newest.step
+        log.info("resuming from %s at step %d", newest.path, newest.step)
+
+    def _has_ended(self) -> str | None:
+        """Why the run is over, None while it is not."""
+        if self._target is not None and self._pipe.steps >= self._target:
+            return "stopped" if self._run.stopping else "steps"
+        only_one = self._target is None or self._feed.once
+        return "data" if only_one and self._feed.place.epoch > 0 else None
+
+    def _step(self) -> None:
+        """One batch, or the turn to the next epoch."""
+        pipe, run = self._pipe, self._run
+        if not pipe._storage.writing:
+            self._settle()
+        place = self._feed.place
+        try:
+            args, kwargs = as_step(self._feed.next())
+        except StopIteration:
+            if place.batch == 0:
+                raise InputError(f"the loader gave no batch in epoch {place.epoch}") from None
+            return
+        started = time.monotonic()
+        run.loss = pipe.train_step(*args, **kwargs).item()
+        run.seconds = time.monotonic() - started
+        run.step, run.epoch, self._report.loss = pipe.steps, place.epoch, run.loss
+        if pipe.steps > self._told:
+            self._tell(lambda callback: callback.on_step(run))
+            self._told = pipe.steps
+            if run.stopping:
+                self._target = pipe.steps
+        if self._every is not None and pipe.steps % self._every == 0 and pipe.steps != self._target:
+            self._write(background=True)
+
+    def _write_last(self) -> None:
+        """The state at the end, unless it is saved already."""
+        self._settle()
+        saved = self._report.saved[-1:] or [self._report.resumed_from]
+        if saved == [self._pipe.steps]:
+            return
+        self._write(background=False)
+        if self._report.saved[-1:] != [self._pipe.steps]:
+            raise CheckpointError(f"the state at the end could not be saved: {self._report.failed_saves[-1]}")
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _write(self, *, background: bool) -> None:
+        """Save the state here. The first has to go well; later ones may fail, and the run goes on without them."""
+        assert self._series is not None
+        self._settle()
+        step, place = self._pipe.steps, self._feed.place
+        try:
+            where = self._pipe.save(
+                self._series.root, extra={_PLACE: list(place)}, keep=self._keep, background=background
+            )
+        except CheckpointError as error:
+            self._failed_save(step, error)
+            return
+        self._saving = (step, place, where)
+        if not background:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Hear how the save under way ends."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            self._pipe.finish_saving()
+        except CheckpointError as error:
+            self._failed_save(saving[0], error)
+            return
+        self._complete(*saving)
+
+    def _complete(self, step: int, place: Place, where: Path) -> None:
+        self._feed.forget(place)
+        self._report.saved.append(step)
+        log.info("checkpoint %s is complete", where)
+        self._tell(lambda callback: callback.on_save(self._run, where))
+
+    def _failed_save(self, step: int, error: CheckpointError) -> None:
+        if not self._report.saved and self._report.resumed_from is None:
+            raise error  # there is nothing to fall back on
+        self._report.failed_saves.append(f"step {step}: {error}")
+        log.error("the checkpoint of step %d failed, the run goes on: %s", step, error)
+
+    def _newest(self) -> Checkpoint | None:
+        """The newest good checkpoint; the same on all ranks."""
+        series = self._series
+        assert series is not None
+
+        def look() -> str:
+            newest = open_newest(series)
+            return "" if newest is None else str(newest.path)
+
+        path = self._pipe._agree(look)
+        return open_checkpoint(path, verify=False) if path else None
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Take over a checkpoint that was found to be good, and go to its place in the data."""
+        self._pipe._adopt(checkpoint)
+        self._run.step = checkpoint.step
+        place = checkpoint.extra.get(_PLACE)
+        # saved by hand: a batch for each step, from the start
+        self._feed.seek(Place(*place) if place is not None else Place(0, checkpoint.step))
+
+    # ---------------------------------------------------------------------------------------------------- failures
+
+    def _recover(self, error: Exception) -> None:
+        failure: Exception = error
+        while True:
+            self._check_may_restart(failure)
+            started = time.monotonic()
+            step = self._pipe.steps
+            text = str(failure).partition("\n")[0]
+            log.warning(
+                "after step %d: %s: %s; restart %d of %d",
+                step,
+                type(failure).__name__,
+                text,
+                len(self._report.restarts) + 1,
+                self._allowed,
+            )
+            try:
+                resumed = self._replace()
+            except _RECOVERABLE as another:
+                self._note(failure, step, step, started)
+                failure = another
+                continue
+            restart = self._note(failure, step, resumed, started)
+            log.warning("went on from step %d after %.1f s", resumed, restart.seconds)
+            self._tell(lambda callback, restart=restart: callback.on_restart(self._run, restart))
+            return
+
+    def _replace(self) -> int:
+        """New workers with the state of the newest good checkpoint; returns its step."""
+        saving, self._saving = self._saving, None
+        self._pipe._replace_workers()
+        checkpoint = self._newest()
+        if checkpoint is None:
+            raise CheckpointError("the run has no checkpoint any more: were its files removed?")
+        if saving is not None and saving[0] == checkpoint.step:
+            self._complete(*saving)  # the failure came after its last file was written
+        self._restore(checkpoint)
+        return checkpoint.step
+
+    def _note(self, failure: Exception, step: int, resumed: int, started: float) -> Restart:
+        where = {name: getattr(failure, name, None) for name in ("worker", "stage", "microbatch", "action")}
+        restart = Restart(
+            step=step,
+            error=type(failure).__name__,
+            text=str(failure).partition("\n")[0],
+            resumed_from=resumed,
+            seconds=time.monotonic() - started,
+            **where,
+        )
+        self._report.restarts.append(restart)
+        return restart
+
+    def _check_may_restart(self, error: Exception) -> None:
+        """Raise the error where the run can't go on, with a note that says why."""
+        reason = None
+        if self._series is None:
+            reason = "fit() had no checkpoint= to go on from"
+        elif self._pipe.launch == "torchrun":
+            reason = "torchrun starts the ranks again (see --max-restarts), and fit() resumes from the checkpoint then"
+        elif not self._pipe.is_built:
+            reason = "the workers could not be started in the first place"
+        elif self._pipe._life.dismissed:
+            reason = "the pipeline was closed"
+        elif not self._series.members():
+            reason = "there is no checkpoint yet to go on from"
+        elif len(self._report.restarts) >= self._allowed:
+            reason = f"max_restarts={self._allowed} were made already"
+        elif isinstance(error, StageFailed):
+            # a death may be the system's fault each time; the same exception at the same step is the code's
+            failure = (self._pipe.steps, str(error))
+            if failure == self._last_failure:
+                reason = "it failed in the same way at the same step before the restart, so another would not help"
+            self._last_failure = failure
+        if reason is not None:
+            error.add_note(reason)
+            raise error
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """No two runs write into one folder."""
+        if self._series is None or self._pipe.launch == "torchrun":
+            yield
+            return
+        with self._series.claimed():
+            yield
+
+
+def _warm(launch: str) -> contextlib.AbstractContextManager[None]:
+    """Keep what starts worker processes, so that new ones are there in moments."""
+    return keep_warm() if launch == "processes" else contextlib.nullcontext()
+
+
+def _check_counts(**counts: Any) -> None:
+    least = {"steps": 0, "max_restarts": 0}
+    for name, value in counts.items():
+        smallest = least.get(name, 1)
+        if value is None and name in ("steps", "checkpoint_every"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise InputError(f"{name} must be a whole number >= {smallest}, got {value!r}")

@@ -121,7 +121,7 @@ def row(name: str, values: list[float]) -> list[str]:
 def main() -> None:
     parser = common.parser(__doc__, rounds=1)
     parser.add_argument("--cases", type=int, default=CASES)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of searching per case, on a slow core")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of searching per case, on a slow core")
     options = parser.parse_args()
     found = common.environment()
     random = Random("search")

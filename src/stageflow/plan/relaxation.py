@@ -60,7 +60,13 @@ class Relaxation:
                 self.before[letter].append((source, delay))
                 self.after[source].append((letter, delay))
         self.ancestors = self._closure(self.order, self.before)
-        self.descendants = self._closure(self.order[::-1], self.after)
+        descendants = self._closure(self.order[::-1], self.after)
+        self.needed = [self._work_of(self.ancestors[a], self.worker(a)) for a in range(len(self.order))]
+        self.following = [
+            self._work_of(descendants[a], self.worker(a))
+            + sum(self.rest[other // 2] for other in self._here({a} | descendants[a], self.worker(a)) if other % 2)
+            for a in range(len(self.order))
+        ]
         self._add_memory()
 
     def _delay(self, source: int, target: int) -> float:
@@ -77,6 +83,13 @@ class Relaxation:
 
     def worker(self, letter: int) -> int:
         return self.placement[letter // 2]
+
+    def _here(self, letters: set[int], worker: int) -> list[int]:
+        return [letter for letter in sorted(letters) if self.worker(letter) == worker]
+
+    def _work_of(self, letters: set[int], worker: int) -> float:
+        """Seconds of those letters that are the worker's."""
+        return sum(self.seconds[letter] for letter in self._here(letters, worker))
 
     def kept(self, stage: int) -> tuple[float, float]:
         """Bytes of an activation, and of what waits for a W."""
@@ -151,9 +164,7 @@ class Relaxation:
 
     def _load_before(self, letter: int, k: int) -> float:
         """Work that its worker must have done before its k-th time."""
-        worker = self.worker(letter)
-        mine = [other for other in self.ancestors[letter] if self.worker(other) == worker]
-        return (k + 1) * sum(self.seconds[other] for other in mine) + k * self.seconds[letter]
+        return (k + 1) * self.needed[letter] + k * self.seconds[letter]
 
     def tails(self, alone: int | None) -> tuple[list[list[float]], list[list[float]]]:
         """Per letter and micro-batch, and of the rest per stage and micro-batch."""
@@ -200,12 +211,7 @@ class Relaxation:
 
     def _load_after(self, letter: int, k: int) -> float:
         """Work that its worker must still do after its k-th time."""
-        worker, m = self.worker(letter), self.microbatches
-        mine = [other for other in self.descendants[letter] if self.worker(other) == worker]
-        rests = [other // 2 for other in (letter, *mine) if other % 2]
-        return (m - k) * (sum(self.seconds[other] for other in mine) + sum(self.rest[s] for s in rests)) + (
-            m - 1 - k
-        ) * self.seconds[letter]
+        return (self.microbatches - k) * self.following[letter] + (self.microbatches - 1 - k) * self.seconds[letter]
 
 
 def _count(room: float, each: float) -> list[int]:

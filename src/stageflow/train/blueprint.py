@@ -136,7 +136,9 @@ class Blueprint:
                 f"the schedule {wanted.name!r} is made for {wanted.microbatches} micro-batches, this batch gives "
                 f"{microbatches}: give batches of at least {wanted.microbatches} samples, or name a schedule"
             )
-        return Schedule(wanted.name, self._graph, wanted.placement, microbatches, wanted.orders)
+        if wanted.refusal is not None:
+            raise InputError(wanted.refusal)
+        return replace(wanted, graph=self._graph)
 
     def _planned(self, plan: Plan, microbatches: int) -> Schedule:
         """For a batch that gives fewer micro-batches than the plan has: stages, devices and memory stay the plan's."""

@@ -77,8 +77,10 @@ def test_an_own_schedule_is_for_its_own_number_of_micro_batches():
         (2, "1f2b", r"unknown schedule '1f2b'; known: gpipe.*, auto"),
         (2, "forward_only", "has no backward, so it can't train"),
         (2, Schedule.from_orders(["0F0 0F1 0F2 0F3", "1F0 1F1 1F2 1F3"]), "has no backward"),
+        (2, build_schedule("pipedream_2bw", stages=2, microbatches=4), "pipedream_2bw"),
+        (2, "pipedream_2bw", "pipedream_2bw"),
     ],
-    ids=["stages", "unknown", "forward_only", "own without backward"],
+    ids=["stages", "unknown", "forward_only", "own without backward", "own with stale weights", "stale weights"],
 )
 def test_what_can_not_be_is_refused_at_once(stages, schedule, words):
     with pytest.raises(InputError, match=words):

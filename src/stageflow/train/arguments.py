@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -33,7 +34,13 @@ def check_model(model: Any) -> Model:
         )
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, Sequence) and not isinstance(model, str):
+    if isinstance(model, (str, PathLike)):
+        raise InputError(
+            f"model is the path {str(model)!r}; give a function that builds the model, such as "
+            f"lambda: AutoModelForCausalLM.from_pretrained({str(model)!r}); with weights= no process reads more "
+            "than its own part"
+        )
+    if isinstance(model, Sequence):
         strange = [type(item).__name__ for item in model if not isinstance(item, nn.Module)]
         if model and not strange:
             return model

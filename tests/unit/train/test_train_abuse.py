@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,12 @@ def test_a_first_predict_in_inference_mode_does_not_spoil_training():
 @pytest.mark.parametrize("model", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})])
 def test_containers_without_a_forward_are_refused(model):
     with pytest.raises(InputError, match="has no forward"):
+        make(model)
+
+
+@pytest.mark.parametrize("model", ["gpt2", Path("models/gpt2")], ids=repr)
+def test_a_path_for_a_model_is_answered_with_what_to_give(model):
+    with pytest.raises(InputError, match=r"is the path .*; give a function .*from_pretrained\("):
         make(model)
 
 

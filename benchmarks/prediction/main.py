@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 import stageflow as sf
 from benchmarks import common, contestants, models
 from stageflow.cli.links import measure_links
-from stageflow.plan.profile import Profile
 
 # emulated devices: F, I and W of a block in seconds; every device gets two blocks
 DEVICES, BLOCKS, MICROBATCHES, BLOCK_S = 4, 8, 16, 0.005
 # a real transformer on two cores
-LAYERS, WIDTH, LENGTH, BATCH, PARTS = 8, 256, 256, 32, 8
+LAYERS, WIDTH, LENGTH, SHORT, BATCH, PARTS = 8, 256, 256, 16, 32, 8
 REAL = ("1f1b", "zb_h1", "zb_v", "auto")
 STEPS, WARM_UP = 3, 2
 AIMS = {"emulated": 0.05, "real": 0.10}
@@ -86,30 +85,35 @@ def emulated(names: Sequence[str], link: tuple[float, float], rounds: int) -> li
 
 
 def real(link: tuple[float, float], rounds: int) -> list[Case]:
-    """A transformer on two cores; memory is what a worker takes above its weights, as the system counts it."""
-    model: nn.Module = models.transformer(LAYERS, WIDTH)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    y = torch.randn_like(x)
-    profile = sf.profile_model(model, x, target=y, loss=F.mse_loss, optimizer=sgd, microbatch=BATCH // PARTS, threads=1)
-    return [_real(name, model, profile, x, y, link, rounds) for name in REAL]
+    """A transformer on two cores; memory is what long sequences take above short ones, as the system counts it.
+
+    What a worker process takes anyway (code, kernels, gradients) is in both, and so cancels out.
+    """
+    model = models.transformer(LAYERS, WIDTH)
+    batches = [torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, SHORT, WIDTH)]
+    long, short = (
+        sf.profile_model(model, x, target=x, loss=F.mse_loss, optimizer=sgd, microbatch=BATCH // PARTS, threads=1)
+        for x in batches
+    )
+    cases = []
+    for name in REAL:
+        common.say(f"transformer {name}")
+        plan = sf.make_plan(devices=2, profile=long, schedule=name, microbatches=PARTS, link=link, progress=False)
+        brief = replace(plan, blocks=short.blocks)
+        (taken, most), (_, least) = (_run(plan, model, x, rounds) for x in batches)
+        peaks = [[a - b for a, b in zip(*pair, strict=True)] for pair in ((plan.memory, brief.memory), (most, least))]
+        cases.append(Case(_name(name, plan), plan.step, taken, *map(max, peaks)))
+    return cases
 
 
-def _real(
-    name: str, model: nn.Module, profile: Profile, x: Tensor, y: Tensor, link: tuple[float, float], rounds: int
-) -> Case:
-    common.say(f"transformer {name}")
-    plan = sf.make_plan(devices=2, profile=profile, schedule=name, microbatches=PARTS, link=link, progress=False)
-    weights = [0.0] * len(plan.devices)
-    for stage in plan.stages:
-        weights[stage.device] += stage.parameters
+def _run(plan: sf.Plan, model: nn.Module, x: Tensor, rounds: int) -> tuple[float, list[int]]:
+    """Seconds of a step, and per worker the most bytes that were resident above what it had once built."""
     with sf.Pipeline(model, plan=plan, loss=F.mse_loss, optimizer=sgd, example=x) as pipe:
         pipe.state_dict()  # builds it
         built = [_resident(worker, "VmRSS") for worker in _workers()]
-        spans(pipe, x, y, WARM_UP)
-        measured = statistics.median(spans(pipe, x, y, rounds * STEPS))
-        grown = [_resident(w, "VmHWM") - before for w, before in zip(_workers(), built, strict=True)]
-    above = [peak - own for peak, own in zip(plan.memory, weights, strict=True)]
-    return Case(_name(name, plan), plan.step, measured, max(above), max(grown))
+        spans(pipe, x, x, WARM_UP)
+        seconds = statistics.median(spans(pipe, x, x, rounds * STEPS))
+        return seconds, [_resident(w, "VmHWM") - before for w, before in zip(_workers(), built, strict=True)]
 
 
 def _name(wanted: str, plan: sf.Plan) -> str:

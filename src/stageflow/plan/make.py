@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
-
-from tqdm import tqdm
 
 from stageflow.errors import InputError
 from stageflow.plan.choose import choose, judge
 from stageflow.plan.devices import Accelerator, accelerator
 from stageflow.plan.partition import Block, Device
 from stageflow.plan.profile import Profile
+from stageflow.plan.progress import Progress
 from stageflow.plan.shapes import AUTO, PER_DEVICE, Wish, Work
 from stageflow.plan.sizes import Sizes
 from stageflow.plan.words import bytes_of
@@ -159,17 +157,3 @@ def _given(profile: Profile | str | Path | Sequence[Block], microbatches: int | 
     if not (isinstance(profile, Sequence) and profile and all(isinstance(block, Block) for block in profile)):
         raise InputError(f"profile= must be a Profile, its file, or a list of Block, got {type(profile).__name__}")
     return Work(count, tuple(profile))
-
-
-class Progress:
-    """A line on the terminal that says what goes on; nothing where nobody looks."""
-
-    def __init__(self, shown: bool | None) -> None:
-        disabled = not (sys.stderr.isatty() if shown is None else shown)
-        self._line: Any = tqdm(total=0, bar_format="{desc} ({elapsed})", leave=False, disable=disabled)
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self._line.set_description_str  # type: ignore[no-any-return]
-
-    def __exit__(self, *_: object) -> None:
-        self._line.close()

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from stageflow.graph import Bundle, StageProgram
 from stageflow.plan.partition import Block, Tie
@@ -18,6 +17,7 @@ from stageflow.plan.profile import Profile
 from stageflow.plan.profile_bytes import Counter, Sizes, crossing, optimizer_bytes
 from stageflow.plan.profile_pieces import take_apart
 from stageflow.plan.profile_settings import Settings, first_microbatch, moved
+from stageflow.plan.progress import Bar
 from stageflow.runtime.batch import MicroBatch
 from stageflow.runtime.random import Generators
 from stageflow.runtime.stage import Stage, StageOptions
@@ -82,7 +82,7 @@ class Line:
 
     def count(self) -> list[Sizes]:
         """Bytes of each block."""
-        counter = Counter(self._loss)
+        counter = Counter(self._loss, self._generators.seeder(*KEY, 0, None))
         inbox: list[dict[int, Bundle]] = [{} for _ in self._stages]
         found: list[Sizes] = []
         with self._generators.preserved(), self._casting():
@@ -98,7 +98,7 @@ class Line:
     def time(self, rounds: int, warm_up: int, progress: bool) -> dict[str, list[float]]:
         """Seconds of F, B, I, W and of recomputation ("again"), per block."""
         samples: dict[str, list[list[float]]] = {kind: [[] for _ in self._stages] for kind in ("F", "B", "I", "W", "R")}
-        bar: Any = tqdm(total=rounds + warm_up, unit="round", desc="measuring", leave=False, disable=not progress)
+        bar: Any = Bar(total=rounds + warm_up, unit="round", desc="measuring", leave=False, disable=not progress)
         with bar, self._generators.preserved(), _no_collection():
             for number in range(-warm_up, rounds):
                 for ways in (("F", "B"), ("", "I", "W"), ("", "R")):

@@ -111,7 +111,7 @@ def test_every_named_schedule_can_be_asked_for() -> None:
         ({"devices": True}, "devices must be"),
         ({"devices": []}, "devices must be"),
         ({"devices": "two"}, "devices must be"),
-        ({"devices": [2]}, "a device must be"),
+        ({"devices": [2]}, "must hold only Devices"),
         ({"devices": 9}, "9 devices for 4 blocks"),
         ({"memory": "lots"}, "memory='lots' is no size"),
         ({"memory": -1}, "no size"),

@@ -193,6 +193,25 @@ def test_eight_workers_and_32_micro_batches_in_ten_seconds() -> None:
     assert found.gap < 0.02
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 1, "microbatches": 1, "costs": Costs()},
+        {"stages": 3, "workers": 1, "microbatches": 2, "costs": Costs(hop=1)},
+        {"stages": 2, "microbatches": 3, "costs": Costs(0, 0, 0)},
+        {"stages": 2, "microbatches": 3, "costs": Costs(1, 0, 0, backward=0), "memory": 1},
+        {"stages": 3, "microbatches": 4, "costs": Costs([1, 2, 3]), "footprint": Footprint(5, 0, 0), "memory": 5},
+        {"stages": 4, "microbatches": 6, "costs": Costs([1, 2, 3, 1]), "memory": [4, float("inf"), 2, 1]},
+        {"stages": 4, "microbatches": 6, "costs": Costs([1, 2, 3, 1]), "memory": 2, "seconds": 1e-6},
+    ],
+)
+def test_small_and_odd_problems(options: dict[str, Any]) -> None:
+    found = find_schedule(**{"seconds": 0.1} | options)
+    found.schedule.validate()
+    assert found.bound.seconds <= found.seconds + 1e-9
+    assert 0 <= found.gap < 0.5
+
+
 def test_searching_does_not_load_torch() -> None:
     script = "import sys, stageflow.plan.search, stageflow.plan.bounds; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

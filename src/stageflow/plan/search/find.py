@@ -118,7 +118,7 @@ def _best(searches: Sequence[PlacementSearch], bound: Bound, budget: int) -> Can
     pool.add(candidate for search in searches for candidate in search.start())
     for search in searches:
         if pool.seconds > enough and budget:
-            pool.add(search.explore(int(EXPLORING * budget / len(searches))))
+            pool.add(search.explore(1 + int(EXPLORING * budget / len(searches))))
     if not pool.candidates:
         raise InputError(
             "no schedule was found that keeps within the memory limits: what I leaves for W may need more than "
@@ -128,7 +128,7 @@ def _best(searches: Sequence[PlacementSearch], bound: Bound, budget: int) -> Can
         for candidate in pool.best(walkers):
             if pool.seconds > enough and budget:
                 search = candidate.search
-                pool.add([search.walk(candidate, int(share * budget / walkers), heat, polish=walkers == 1)])
+                pool.add([search.walk(candidate, 1 + int(share * budget / walkers), heat, polish=walkers == 1)])
     best = pool.winner()
     return best.search.merged(best)
 

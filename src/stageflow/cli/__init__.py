@@ -25,6 +25,7 @@ VERBS = {
     "simulate": "show what a schedule would take: times, bubble, activations, a picture",
     "explore": "write a page on which schedules can be tried out in a browser",
     "checkpoint": "look at, check and convert what a pipeline saved",
+    "trace": "show what every worker of a running pipeline does",
     "doctor": "report what this machine offers to a pipeline, and what is wrong",
 }
 """Every verb, with one line for the list in ``stageflow --help``."""

@@ -1,9 +1,10 @@
 """What every worker is doing, in memory that outlives the worker.
 
-One shared page range per group: a header with the group's stop flag, then one slot of 256 bytes a worker.
+One shared page range per group: a header with the group's stop flag, one slot of 256 bytes a worker, their processes.
 
     header:  stop flag (1 byte), padding
     slot:    changes (u64) | since (f64, time.monotonic) | text: action NUL waits_for NUL
+    process: id (u64), 0 before the worker has started
 
 A worker writes its own slot with one `struct.pack_into` (about a microsecond, no lock); the driver reads all slots
 whenever it likes, also after the worker was killed. A torn read can show half a text for one look; the counter is
@@ -25,7 +26,10 @@ from stageflow.transport.base import Interrupt
 SLOT = 256
 _STAMP = struct.Struct("<Qd")
 _SLOT = struct.Struct("<Qd240s")
+_PID = struct.Struct("<Q")
 _TEXT_BYTES = 240
+LABEL = "stageflow-board"
+"""What a board is called among a process's open files."""
 assert _SLOT.size == SLOT
 
 
@@ -84,9 +88,9 @@ class StatusBoard:
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
-        length = SLOT * (1 + size)
+        length = SLOT * (1 + size) + _PID.size * size
         self.fd = -1
-        own = anonymous_file("stageflow-board", length) if fd is None else os.dup(fd)
+        own = anonymous_file(LABEL, length) if fd is None else os.dup(fd)
         try:
             self._memory = mmap.mmap(own, length)
         except BaseException:
@@ -94,8 +98,22 @@ class StatusBoard:
             raise
         self.fd = own
 
+    @classmethod
+    def found(cls, fd: int) -> StatusBoard:
+        """A board that another process made, of as many workers as its size tells."""
+        return cls((os.fstat(fd).st_size - SLOT) // (SLOT + _PID.size), fd)
+
     def writer(self, rank: int) -> BoardWriter:
+        """For the process that is worker ``rank``."""
+        _PID.pack_into(self._memory, self._pid_at(rank), os.getpid())
         return BoardWriter(self._memory, rank)
+
+    def process(self, rank: int) -> int:
+        """The process of a worker, 0 before it has started."""
+        return int(_PID.unpack_from(self._memory, self._pid_at(rank))[0])
+
+    def _pid_at(self, rank: int) -> int:
+        return SLOT * (1 + self.size) + _PID.size * rank
 
     def read(self, rank: int) -> Entry:
         changes, since, text = _SLOT.unpack_from(self._memory, SLOT * (1 + rank))

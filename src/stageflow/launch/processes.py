@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import socket
@@ -24,6 +25,9 @@ from stageflow.launch.guard import refuse_import_time_start
 from stageflow.launch.servant import BUILD
 from stageflow.launch.server import Lease, import_path
 from stageflow.launch.travel import pack, unpack, unpack_failure
+
+FAULTS = "stageflow-faults"
+"""What a worker's log of stacks is called among its open files."""
 
 _CLOSE_WITHIN = 1.0  # seconds that idle workers get to close their services
 _STACKS_WITHIN = 0.3  # seconds in which a worker's stacks must have arrived
@@ -60,8 +64,10 @@ class _Resources:
         self.channels: list[Channel] = []
         self.workers_ends: list[socket.socket] = []
         for _ in range(size):
-            self.faults.append(anonymous_file("stageflow-faults"))
+            self.faults.append(anonymous_file(FAULTS))
             opened.callback(os.close, self.faults[-1])
+            # appending: whoever has read it may cut it down to nothing, and what comes next starts at 0
+            fcntl.fcntl(self.faults[-1], fcntl.F_SETFL, os.O_APPEND)
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
             self.workers_ends.append(theirs)

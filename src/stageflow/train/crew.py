@@ -5,6 +5,7 @@ The façade speaks to a `Crew` and does not know which.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,10 @@ from stageflow.checkpoint import (
     write_behind,
     write_config,
 )
+from stageflow.errors import InputError
 from stageflow.graph import Bundle
 from stageflow.launch.base import WorkerContext, WorkerGroup
+from stageflow.launch.trace import tell, trace_process
 from stageflow.observe.events import Event
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
@@ -106,6 +109,10 @@ class Crew(ABC):
     @abstractmethod
     def usable(self) -> bool:
         """Whether the next step can run."""
+
+    @abstractmethod
+    def trace(self) -> str:
+        """What every worker does now, for a person to read; at any moment, also in the middle of a step."""
 
     @abstractmethod
     def close(self) -> None:
@@ -199,6 +206,12 @@ class DriverCrew(Crew):
     @property
     def usable(self) -> bool:
         return self._group.usable
+
+    def trace(self) -> str:
+        try:
+            return tell(trace_process(os.getpid()))
+        except InputError as error:
+            return str(error)
 
     def close(self) -> None:
         self._group.close()

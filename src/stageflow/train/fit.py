@@ -12,9 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from stageflow.checkpoint import Checkpoint, Series, open_checkpoint, open_newest
@@ -75,7 +81,7 @@ class Fit:
     def run(self) -> FitReport:
         """Make the steps. Raises what ends a run that can't go on."""
         started = time.monotonic()
-        with self._claimed(), _warm(self._pipe.launch):
+        with self._claimed(), _warm(self._pipe.launch), _traced(self._pipe):
             while not self._report.ended:
                 try:
                     self._go_on()
@@ -326,6 +332,24 @@ class Fit:
 def _warm(launch: str) -> contextlib.AbstractContextManager[None]:
     """Keep what starts worker processes, so that new ones are there in moments."""
     return keep_warm() if launch == "processes" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _traced(pipe: Pipeline) -> Iterator[None]:
+    """SIGUSR1 prints what every worker does, unless the user's program has a use for that signal."""
+
+    def show(number: int, frame: FrameType | None) -> None:
+        text = "".join(traceback.format_stack(frame))
+        print(f"{pipe._life.trace()}\nthis process, {os.getpid()}:\n{text}", file=sys.stderr, flush=True)
+
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if free:
+        signal.signal(signal.SIGUSR1, show)
+    try:
+        yield
+    finally:
+        if free:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def _check_counts(**counts: Any) -> None:

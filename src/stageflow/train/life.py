@@ -163,6 +163,11 @@ class Life:
         self._crew = start_crew(self._launch == "threads", setups, **self._starting)
         self._ended = None
 
+    def trace(self) -> str:
+        """What every worker does now; for any thread, at any moment."""
+        crew = self._crew
+        return "no workers yet" if crew is None else crew.trace()
+
     def next_number(self) -> int:
         """The number of a call to the workers, which its messages bear."""
         self.require_open()

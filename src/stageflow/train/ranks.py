@@ -256,6 +256,9 @@ class RankCrew(Crew):
         """What happened in the last step, on all ranks; clocks of several machines are not aligned."""
         return [Event(*event) for events in self.ask("events") for event in events]
 
+    def trace(self) -> str:
+        return f"worker {self._rank}: {self._ranks.group.context.board}"
+
     @property
     def usable(self) -> bool:
         return self._ranks.group.usable

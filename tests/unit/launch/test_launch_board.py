@@ -37,6 +37,15 @@ def test_a_new_writer_goes_on_counting(board):
     assert board.read(0)[::2] == (2, "b")
 
 
+def test_who_finds_a_board_reads_its_size_and_its_processes(board):
+    assert [board.process(rank) for rank in range(2)] == [0, 0]
+    board.writer(1)
+    found = StatusBoard.found(board.fd)
+    assert found.size == 2
+    assert [found.process(rank) for rank in range(2)] == [0, os.getpid()]
+    found.close()
+
+
 def test_a_shorter_text_leaves_nothing_of_the_longer_before(board):
     writer = board.writer(0)
     writer.set("building stage 3", "the driver to answer")

@@ -36,7 +36,7 @@ class Layer:
 
 
 @dataclass
-class Trace:
+class Survey:
     """What is known of the layers and the values between them.
 
     costs: per layer, in ``unit``. allowed: before which layers a cut may be. obstacles: why not elsewhere.
@@ -55,28 +55,28 @@ class Trace:
         return "measured time" if self.unit == "s" else "parameters"
 
 
-def follow(request: Request, layers: list[Layer]) -> Trace:
+def follow(request: Request, layers: list[Layer]) -> Survey:
     """Learn from the request's example, if there is one, else assume what is safe.
 
     Raises SplitError, naming the layer, if the layers don't run on the example.
     """
-    trace = Trace(_count_parameters(layers), "parameters", set(range(1, len(layers))), set())
+    survey = Survey(_count_parameters(layers), "parameters", set(range(1, len(layers))), set())
     if request.example is None:
-        trace.changed = {id(buffer) for layer in layers for buffer in layer.module.buffers()}
-        return trace
+        survey.changed = {id(buffer) for layer in layers for buffer in layer.module.buffers()}
+        return survey
     samples: list[list[float]] = [[] for _ in layers]
     with undisturbed(request.model, training=True):
-        kinds = [kind for _, kind in _run(request, layers, trace)]
+        kinds = [kind for _, kind in _run(request, layers, survey)]
         if request.balance != "time":
-            return trace
+            return survey
         for _ in range(ROUNDS):
             start = time.perf_counter()
             for layer, (seconds, _) in enumerate(_run(request, layers, None)):
                 samples[layer].append(seconds)
             if time.perf_counter() - start > SLOW_ROUND:
                 break
-    trace.costs, trace.unit = smooth(samples, kinds), "s"
-    return trace
+    survey.costs, survey.unit = smooth(samples, kinds), "s"
+    return survey
 
 
 def _count_parameters(layers: list[Layer]) -> list[float]:
@@ -84,8 +84,8 @@ def _count_parameters(layers: list[Layer]) -> list[float]:
     return [float(max(1, sum(p.numel() for p in layer.module.parameters()))) for layer in layers]
 
 
-def _run(request: Request, layers: list[Layer], trace: Trace | None) -> Iterator[tuple[float, object]]:
-    """Follow the example once; per layer its seconds and its kind, for `smooth`. Fills in ``trace`` if given."""
+def _run(request: Request, layers: list[Layer], survey: Survey | None) -> Iterator[tuple[float, object]]:
+    """Follow the example once; per layer its seconds and its kind, for `smooth`. Fills in ``survey`` if given."""
     assert request.example is not None
     value: Any = request.example
     for layer in layers:
@@ -98,10 +98,10 @@ def _run(request: Request, layers: list[Layer], trace: Trace | None) -> Iterator
             seconds, value = timed(call, value, module.parameters(), needs_input_grad=not first)
         except Exception as problem:
             raise SplitError(f"layer {layer.name!r} fails on the example: {problem}") from problem
-        if trace is not None:
-            trace.changed.update(_changed(layer.module, before))
+        if survey is not None:
+            survey.changed.update(_changed(layer.module, before))
             if layer is not layers[-1]:
-                _note_value(trace, layer, value)
+                _note_value(survey, layer, value)
         yield seconds, kind
 
 
@@ -109,12 +109,12 @@ def _spread(first: nn.Module) -> Any:
     return lambda example: first(*example[0], **example[1])
 
 
-def _note_value(trace: Trace, layer: Layer, value: Any) -> None:
+def _note_value(survey: Survey, layer: Layer, value: Any) -> None:
     try:
-        flatten(value, trace.classes, where=f"what {layer.name!r} gives")
+        flatten(value, survey.classes, where=f"what {layer.name!r} gives")
     except FrameError as problem:
-        trace.allowed.discard(layer.number + 1)
-        trace.obstacles.append(str(problem))
+        survey.allowed.discard(layer.number + 1)
+        survey.obstacles.append(str(problem))
 
 
 def _changed(module: nn.Module, before: list[tuple[Tensor, int]]) -> Iterator[int]:

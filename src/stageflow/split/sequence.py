@@ -10,7 +10,7 @@ from torch import nn
 from stageflow.errors import SplitError
 from stageflow.graph import StageGraph
 from stageflow.split.deferred import DeferredModel
-from stageflow.split.follow import Layer, Trace, follow
+from stageflow.split.follow import Layer, Survey, follow
 from stageflow.split.request import ListedModules, Request
 from stageflow.split.sequence_program import Given, SequenceSpec
 from stageflow.split.spec import InputsUsed, LayerInfo, Split
@@ -30,13 +30,13 @@ def cut(request: Request) -> Split:
         raise SplitError(why_not)
     layers = [Layer(k, name, module) for k, (name, module) in enumerate(_open(request.model, ""))]
     census = take_census(request.model)
-    trace = follow(request, layers)
-    _forbid_cuts_inside_shared_buffers(layers, trace)
+    survey = follow(request, layers)
+    _forbid_cuts_inside_shared_buffers(layers, survey)
     try:
-        bounds = request.choose_cuts([layer.name for layer in layers], trace.costs, trace.allowed)
+        bounds = request.choose_cuts([layer.name for layer in layers], survey.costs, survey.allowed)
     except SplitError as problem:
-        raise SplitError("; ".join([str(problem), *trace.obstacles])) from None
-    return _assemble(request, layers, census, trace, bounds)
+        raise SplitError("; ".join([str(problem), *survey.obstacles])) from None
+    return _assemble(request, layers, census, survey, bounds)
 
 
 def _open(sequence: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -64,22 +64,22 @@ def _why_no_sequence(module: nn.Module) -> str:
     return ""
 
 
-def _forbid_cuts_inside_shared_buffers(layers: list[Layer], trace: Trace) -> None:
+def _forbid_cuts_inside_shared_buffers(layers: list[Layer], survey: Survey) -> None:
     """Copies of a buffer that changes would drift apart, so all layers that use one stay together."""
     uses: dict[int, list[Layer]] = {}
     for layer in layers:
         for buffer in layer.module.buffers():
-            if id(buffer) in trace.changed:
+            if id(buffer) in survey.changed:
                 uses.setdefault(id(buffer), []).append(layer)
     for users in uses.values():
-        inside = trace.allowed & set(range(users[0].number + 1, users[-1].number + 1))
+        inside = survey.allowed & set(range(users[0].number + 1, users[-1].number + 1))
         if inside:
-            trace.allowed -= inside
+            survey.allowed -= inside
             names = " and ".join(repr(layer.name) for layer in (users[0], users[-1]))
-            trace.obstacles.append(f"{names} share a buffer that changes in forward and have to stay in one stage")
+            survey.obstacles.append(f"{names} share a buffer that changes in forward and have to stay in one stage")
 
 
-def _assemble(request: Request, layers: list[Layer], census: Census, trace: Trace, bounds: list[int]) -> Split:
+def _assemble(request: Request, layers: list[Layer], census: Census, survey: Survey, bounds: list[int]) -> Split:
     stages = [layers[start:end] for start, end in pairwise(bounds)]
     first_names = [{name: census.first_name(name) for x in stage for name in x.state_names()} for stage in stages]
     # What no layer holds is the sequence's own and never used, but it has to be somewhere.
@@ -95,7 +95,7 @@ def _assemble(request: Request, layers: list[Layer], census: Census, trace: Trac
             first_names=first_names[index],
             loose=[] if index else loose,
             one_input=not isinstance(request.model, ListedModules),
-            classes=trace.classes,
+            classes=survey.classes,
             weights=_weights(request, stage, [] if index else loose),
         )
         for index, stage in enumerate(stages)
@@ -105,15 +105,15 @@ def _assemble(request: Request, layers: list[Layer], census: Census, trace: Trac
     return Split(
         graph=StageGraph.chain(len(stages)),
         way="sequence",
-        reason=f"{type(request.model).__name__} of {len(layers)} layers, balanced by {trace.balanced_by}",
+        reason=f"{type(request.model).__name__} of {len(layers)} layers, balanced by {survey.balanced_by}",
         specs=list(specs),
         owners=owners,
         mirrors=mirrors,
         aliases=census.aliases,
         inputs_used=[None] + [InputsUsed()] * (len(stages) - 1),
-        layers=[LayerInfo(x.name, cost, s) for x, cost, s in zip(layers, trace.costs, stage_of, strict=True)],
+        layers=[LayerInfo(x.name, cost, s) for x, cost, s in zip(layers, survey.costs, stage_of, strict=True)],
         tensors=census.tensors,
-        unit=trace.unit,
+        unit=survey.unit,
         warnings=["balanced by parameters, since without example= nothing can be timed"] if untimed else [],
     )
 

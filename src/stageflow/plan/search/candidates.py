@@ -64,7 +64,8 @@ class PlacementSearch:
             if self._allowed(words):
                 step = self.decoder.run(words, None)
                 if step is not None:
-                    yield Candidate(self, step, REACH, schedule)
+                    in_turn = self.problem.orders(words) == schedule.orders  # first come, first served, as words are
+                    yield Candidate(self, step, REACH, schedule if in_turn else None)
             yield from self._variants(words)
         for is_split in self._splits():
             words = plainest(self.problem, is_split)

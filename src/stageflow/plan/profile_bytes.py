@@ -7,14 +7,14 @@ saved first, so that the sum over the blocks of a stage is what the stage saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stageflow.graph import Bundle, StageProgram
+from stageflow.graph import Bundle, StageProgram, StageResult
 from stageflow.runtime.batch import MicroBatch
 from stageflow.runtime.entry import enter
 from stageflow.runtime.loss import LossFunction, compute_loss
@@ -69,9 +69,13 @@ class _Ran:
 
 @dataclass
 class Counter:
-    """Counts block after block, in order. counted: what earlier blocks saved."""
+    """Counts block after block, in order.
+
+    seed: sets the random generators, as given to a program. counted: what earlier blocks saved.
+    """
 
     loss: LossFunction | None
+    seed: Callable[[int], None]
     counted: Memory = field(default_factory=Memory)
 
     def count(
@@ -84,14 +88,14 @@ class Counter:
     ) -> Sizes:
         """Run one block's forward, and its backward up to the point where W is left.
 
-        put_off: installed in the program's layers. received: as `Stage` sends, ``[meta, names of trained tensors]``.
+        put_off: installed in the program's layers, and splitting unless the model can't.
+        received: as `Stage` sends, ``[meta, names of trained tensors]``.
         """
         ours = Memory()
         ours.add([*program.parameters.values(), *program.buffers.values()])
         ours.add(flatten((inputs.args, inputs.kwargs, inputs.target))[0].values())
-        put_off.splitting = True
-        with torch.no_grad():  # a stage learns from its first run whether it changes what it was given, and copies it
-            program.forward(inputs.args, inputs.kwargs, _copies(received), lambda layer: None)
+        # a stage learns from its first run whether it changes what it was given, and copies it
+        self._forward(program, inputs, _copies(received))
         ran = self._run(program, inputs, received, is_output)
         roots = [tensor for bundle in ran.sent.values() for tensor in bundle.tensors.values() if tensor.requires_grad]
         outputs = Memory()
@@ -132,9 +136,14 @@ class Counter:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = program.forward(inputs.args, inputs.kwargs, entered, lambda layer: None)
+            result = self._forward(program, inputs, entered)
             loss = compute_loss(self.loss, result.output, inputs.target) if is_output else None
         return _Ran(saved, leaves, arrived, result.bundles, loss)
+
+    def _forward(self, program: StageProgram, inputs: MicroBatch, received: Mapping[int, Bundle]) -> StageResult:
+        """With the random draws of a real run, which a model may decide by."""
+        self.seed(-1)
+        return program.forward(inputs.args, inputs.kwargs, received, self.seed)
 
     def _put_off(self, put_off: PutOff, roots: list[Tensor]) -> Memory:
         """What an I leaves for its W."""

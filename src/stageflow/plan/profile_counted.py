@@ -24,7 +24,7 @@ from stageflow.errors import InputError, SplitError
 from stageflow.plan.devices import Accelerator, accelerator
 from stageflow.plan.partition import Block, Tie
 from stageflow.plan.profile import Profile
-from stageflow.plan.profile_measured import Line, find_ties, make_blocks, own_chance
+from stageflow.plan.profile_measured import SPLIT, Line, find_ties, make_blocks, own_chance
 from stageflow.plan.profile_pieces import outline, take_apart
 from stageflow.plan.profile_settings import Settings, first_microbatch, moved
 from stageflow.runtime.batch import MicroBatch
@@ -105,17 +105,21 @@ def _fused_attention(
 class _CountedLine(Line):
     """Blocks whose time is what the roofline says."""
 
-    clock: Roofline
+    optional = (SPLIT,)
+    clock: Roofline | None = None
 
     def _now(self) -> float:
-        return self.clock.seconds
+        return self.clock.seconds if self.clock is not None else 0.0
 
     def count_time(self, clock: Roofline) -> dict[str, list[float]]:
         """Seconds of F, B, I and W, per block; recomputation takes another F."""
         self.clock = clock
+        times: dict[str, list[float]] = {}
         with clock:
-            times = {**self._step(("F", "B")), **self._step(("", "I", "W"))}
-        return {**times, "again": times["F"]}
+            for ways in self._steps:
+                times |= self._step(ways)
+        times.pop("", None)
+        return self._completed(times)
 
 
 def count(model: ModelLike, example: Any, settings: Settings, on: Accelerator | str, efficiency: float) -> Profile:
@@ -150,8 +154,8 @@ def _count(
 ) -> tuple[str, str, list[Block], list[Tie]]:
     given = moved(microbatch, device, None)
     name, split = take_apart(model, (given.args, given.kwargs), settings.split, settings.at_least)
-    line = _CountedLine(split, device, moved(given, device, settings.dtype), settings)
     with _Fused() if device == META else nullcontext():
+        line = _CountedLine(split, device, moved(given, device, settings.dtype), settings)
         sizes = line.count()
         times = line.count_time(clock)
     return name, split.way, list(make_blocks(split, line.programs, sizes, times, settings)), list(find_ties(split))

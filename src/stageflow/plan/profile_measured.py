@@ -51,8 +51,13 @@ def measure(model: ModelLike, example: Any, settings: Settings) -> Profile:
         )
 
 
+FORWARD_BACKWARD, SPLIT, RECOMPUTING = ("F", "B"), ("", "I", "W"), ("", "R")  # what steps are noted as
+
+
 class Line:
     """All blocks of a model in this process, each run as a stage would be."""
+
+    optional: tuple[tuple[str, ...], ...] = (SPLIT, RECOMPUTING)
 
     def __init__(self, split: Split, device: torch.device, microbatch: MicroBatch, settings: Settings) -> None:
         self._graph = split.graph
@@ -79,9 +84,23 @@ class Line:
         self._generators = generators
         self._autocast = settings.autocast
         self._kinds: list[object] = []
+        self._steps = [FORWARD_BACKWARD, *filter(self._can, self.optional)]
+
+    def _can(self, ways: tuple[str, ...]) -> bool:
+        """Whether the model can be run like that: some ask for gradients in their forward, or change what they get."""
+        try:
+            with self._generators.preserved():
+                self._step(ways)
+        except Exception:
+            for stage in (*self._stages, *self._recomputing):
+                stage.clear()
+            return False
+        return True
 
     def count(self) -> list[Sizes]:
         """Bytes of each block."""
+        for stage in self._stages:
+            stage.put_off.splitting = SPLIT in self._steps
         counter = Counter(self._loss, self._generators.seeder(*KEY, 0, None))
         inbox: list[dict[int, Bundle]] = [{} for _ in self._stages]
         found: list[Sizes] = []
@@ -101,15 +120,22 @@ class Line:
         bar: Any = Bar(total=rounds + warm_up, unit="round", desc="measuring", leave=False, disable=not progress)
         with bar, self._generators.preserved(), _no_collection():
             for number in range(-warm_up, rounds):
-                for ways in (("F", "B"), ("", "I", "W"), ("", "R")):
+                for ways in self._steps:
                     for kind, seconds in self._step(ways).items():
                         if number >= 0 and kind:
                             for stage, taken in enumerate(seconds):
                                 samples[kind][stage].append(taken)
                 bar.update()
-        times = {kind: smooth(each, self._kinds) for kind, each in samples.items()}
-        with_recomputation = times.pop("R")
-        times["again"] = [max(0.0, more - less) for more, less in zip(with_recomputation, times["B"], strict=True)]
+        times = {kind: smooth(each, self._kinds) for kind, each in samples.items() if each[0]}
+        return self._completed(times)
+
+    def _completed(self, times: dict[str, list[float]]) -> dict[str, list[float]]:
+        """With what was not run: a backward that can't be split is all I, and recomputation takes another forward."""
+        forward, backward = times["F"], times["B"]
+        times.setdefault("I", backward)
+        times.setdefault("W", [0.0] * len(backward))
+        with_recomputation = times.pop("R", [sum(both) for both in zip(forward, backward, strict=True)])
+        times["again"] = [max(0.0, more - less) for more, less in zip(with_recomputation, backward, strict=True)]
         return times
 
     def _step(self, ways: tuple[str, ...]) -> dict[str, list[float]]:

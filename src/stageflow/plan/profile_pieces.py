@@ -35,12 +35,11 @@ def take_apart(model: ModelLike, example: Any, way: str, at_least: int) -> tuple
     whole = as_model(whole)
     if deferred is None:
         whole = with_own_gradients(whole)
-    request = Request(whole, as_call(example), at_least, "parameters", None, deferred)
+    request = _Everywhere(whole, as_call(example), at_least, "parameters", None, deferred)
     problems: dict[str, str] = {}
     for name, cut in _WAYS.items() if way == "auto" else [(way, _WAYS[way])]:
         try:
-            starts = _starts(cut, request)
-            return type(whole).__name__, cut(replace(request, stages=len(starts) + 1, boundaries=starts))
+            return type(whole).__name__, _cut_everywhere(cut, request)
         except SplitError as problem:
             problems[name] = str(problem)
     listing = "".join(f"\n  {name}: {problem}" for name, problem in problems.items())
@@ -50,14 +49,16 @@ def take_apart(model: ModelLike, example: Any, way: str, at_least: int) -> tuple
 class _Asked(Exception):
     """Where there may be cuts."""
 
-    def __init__(self, starts: tuple[str, ...]) -> None:
+    def __init__(self, starts: list[int]) -> None:
         super().__init__()
         self.starts = starts
 
 
 @dataclass(frozen=True)
-class _Asking(Request):
-    """Asks where there may be cuts, and makes none."""
+class _Everywhere(Request):
+    """Cuts wherever that can be asked for by name. asking: only tells where, and makes no cut."""
+
+    asking: bool = True
 
     def choose_cuts(self, names: Sequence[str], costs: Sequence[float], allowed: set[int] | None = None) -> list[int]:
         places = range(1, len(names)) if allowed is None else sorted(i for i in allowed if 0 < i < len(names))
@@ -66,22 +67,19 @@ class _Asking(Request):
         for number, name in enumerate(names):
             for end in [i for i, letter in enumerate(name) if letter == "."] + [len(name)]:
                 first.setdefault(name[:end], number)
-        starts = tuple(names[place] for place in places if first[names[place]] == place)
+        starts = [place for place in places if first[names[place]] == place]
         if len(starts) + 1 < self.stages:
             raise SplitError(f"{len(names)} layers can be cut into at most {len(starts) + 1} blocks")
-        raise _Asked(starts)
+        if self.asking:
+            raise _Asked(starts)
+        return [0, *starts[: self.stages - 1], len(names)]
 
 
-def _starts(cut: Callable[[Request], Split], request: Request) -> tuple[str, ...]:
-    """Module paths at which every block but the first starts."""
-    asking = _Asking(
-        request.model, request.example, request.stages, request.balance, request.boundaries, request.deferred
-    )
+def _cut_everywhere(cut: Callable[[Request], Split], request: _Everywhere) -> Split:
     try:
-        cut(asking)
+        return cut(request)
     except _Asked as asked:
-        return asked.starts
-    raise AssertionError("every way of cutting asks where")
+        return cut(replace(request, stages=len(asked.starts) + 1, asking=False))
 
 
 def with_own_gradients(model: nn.Module) -> nn.Module:

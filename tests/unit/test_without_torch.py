@@ -11,6 +11,9 @@ FREE_OF_TORCH = [
     "stageflow.graph",
     "stageflow.observe",
     "stageflow.schedule",
+    "stageflow.plan",
+    "stageflow.plan.make",
+    "stageflow.plan.page",
     "stageflow.launch.supervisor",
     "stageflow.cli",
 ]

@@ -60,7 +60,8 @@ def make_plan(
     recompute: whether stages drop activations and compute them again: True, False, or "auto": those that have to.
     profile: what the blocks take, for one micro-batch: as `profile_model` gives it, or its file, or a list of `Block`.
     name: of the plan; default the model's class. unit: of the times, where they are no seconds.
-    seconds: of searching, about; the same profile, arguments and seed give the same plan whatever else the machine
+    seconds: of searching, about, on top of trying every named schedule, which takes long by itself for very many
+        devices and micro-batches. The same profile, arguments and seed give the same plan whatever else the machine
         does meanwhile.
     progress: show it on standard error; None: on a terminal.
     measuring: further arguments of `profile_model`, such as target, loss, optimizer, threads.

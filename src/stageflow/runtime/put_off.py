@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Pending = list[tuple[Callable[..., None], tuple[Any, ...]]]
 
@@ -58,7 +59,9 @@ class PutOff:
                 count += 1
                 continue
             derived = _splitting_class(type(layer))
-            if derived is None or any(id(p) in shared for p in layer.parameters(recurse=False)):
+            if derived is None or not _holds_its_weights(layer):
+                continue
+            if any(id(p) in shared for p in layer.parameters(recurse=False)):
                 continue
             layer.__class__ = derived
             layer._put_off = self  # type: ignore[assignment]
@@ -83,6 +86,13 @@ def _used_more_than_once(module: nn.Module) -> set[int]:
     return twice
 
 
+def _holds_its_weights(layer: nn.Module) -> bool:
+    """Whether a layer's weights are its own parameters; not made in each forward from others (weight norm, pruning)."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return {"in_proj_weight", "in_proj_bias"} <= layer._parameters.keys() and _holds_its_weights(layer.out_proj)
+    return {"weight", "bias"} <= layer._parameters.keys()
+
+
 def _has_hooks(parameter: Tensor | None) -> bool:
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -100,10 +110,10 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
 def _linear_weight_gradients(
     x: Tensor, gy: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool
 ) -> None:
-    """gyᵀ x into the weight (xᵀ gy where the weight is stored transposed), Σ gy into the bias."""
+    """gyᵀ x into the weight (xᵀ gy where the weight is stored transposed), Σ gy into the bias; x conjugated."""
     gy = gy.reshape(-1, gy.shape[-1])
     if weight is not None:
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1]).conj()
         left, right = (x.t(), gy) if transposed else (gy.t(), x)
         if weight.grad is not None and weight.grad.dtype == gy.dtype and not _has_hooks(weight):
             weight.grad.addmm_(left, right)
@@ -130,13 +140,13 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         gx = None
         if need_x:
-            gx = gy @ (weight.t() if ctx.transposed else weight)
+            gx = gy @ (weight.t() if ctx.transposed else weight).conj()
         pending = ctx.put_off.pending
         if pending is None:
             gw = gb = None
             flat = gy.reshape(-1, gy.shape[-1])
             if need_w:
-                rows = x.reshape(-1, x.shape[-1])
+                rows = x.reshape(-1, x.shape[-1]).conj()
                 gw = rows.t() @ flat if ctx.transposed else flat.t() @ rows
             if need_b:
                 gb = flat.sum(0)
@@ -154,7 +164,8 @@ def linear(put_off: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None, tran
         return F.linear(x, weight.t() if transposed else weight, bias)
     if _is_autocast_on(x):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight = _autocast(x, dtype), _autocast(weight, dtype)
+        bias = None if bias is None else _autocast(bias, dtype)
     return _Linear.apply(x, weight, bias, put_off, leaves, transposed)  # type: ignore[no-any-return]
 
 
@@ -162,12 +173,21 @@ def _is_autocast_on(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch knows no autocast there and raises
 
 
+def _autocast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
+
+
 def _can_put_off(put_off: PutOff, x: Tensor, leaves: tuple[Tensor | None, ...]) -> bool:
-    if not put_off.splitting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not put_off.splitting or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed():
         return False
     trained = [leaf for leaf in leaves if leaf is not None]
     # a hook has to fire once, with the whole gradient: autograd would fire it in I as well
     return bool(trained) and all(leaf.is_leaf and not _has_hooks(leaf) for leaf in trained)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func (vmap, grad, jvp) is at work, which asks more of an autograd function than these here do."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Convolution(torch.autograd.Function):
@@ -240,6 +260,7 @@ def _convolution_forward(
     leaves = (weight if weight.requires_grad else None, bias if bias is not None and bias.requires_grad else None)
     dims = len(layer.kernel_size)
     simple = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and x.dim() == dims + 2
+    simple = simple and not weight.is_complex()  # torch makes three real ones of it
     if not simple or _is_autocast_on(x) or not _can_put_off(layer._put_off, x, leaves):
         return plain(x, weight, bias)
     settings = (list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)

@@ -61,12 +61,12 @@ class SharedWeights:
             first, *others = weight.copies
             for copy in others:
                 if copy.grad is not None:
-                    first.grad = copy.grad if first.grad is None else first.grad.add_(copy.grad)
+                    first.grad = copy.grad if first.grad is None else _sum(first.grad, copy.grad)
                     copy.grad = None
             if weight.owner != self._rank:
                 bundle = outgoing.setdefault(weight.owner, {})
                 if first.grad is not None:
-                    bundle[weight.name] = first.grad
+                    bundle.update(_packed(weight.name, first.grad))
                     first.grad = None
         for owner, gradients in outgoing.items():
             assert endpoint is not None
@@ -79,10 +79,11 @@ class SharedWeights:
         for source in sources:
             assert endpoint is not None
             gradients = endpoint.recv(Tag(step, "M", source, self._rank, 0), timeout).tensors
-            for name, gradient in gradients.items():
-                parameter = own[name].copies[0]
-                here = gradient.to(parameter.device)
-                parameter.grad = here.clone() if parameter.grad is None else parameter.grad.add_(here)
+            for name, weight in own.items():
+                parameter = weight.copies[0]
+                here = _unpacked(name, gradients, parameter)
+                if here is not None:
+                    parameter.grad = here.clone() if parameter.grad is None else _sum(parameter.grad, here)
 
     def spread_values(self, endpoint: Endpoint | None, step: int, timeout: float) -> None:
         """Send the owner's value to all mirrors; after an update or a load."""
@@ -104,3 +105,24 @@ class SharedWeights:
                 assert endpoint is not None
                 for name, value in endpoint.recv(Tag(step, "V", source, self._rank, 0), timeout).tensors.items():
                     here[name].copy_(value)
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Into the first, unless that is sparse and the other not."""
+    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
+def _packed(name: str, gradient: Tensor) -> dict[str, Tensor]:
+    """A gradient as dense tensors, which can travel; that of an embedding may be sparse."""
+    if not gradient.is_sparse:
+        return {name: gradient}
+    gradient = gradient.coalesce()
+    return {f"{name}/indices": gradient.indices(), f"{name}/values": gradient.values()}
+
+
+def _unpacked(name: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter) -> Tensor | None:
+    """What `_packed` made of a gradient, on the parameter's device; None where none came."""
+    if f"{name}/indices" in tensors:
+        indices, values = (tensors[f"{name}/{part}"].to(parameter.device) for part in ("indices", "values"))
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False, is_coalesced=True)
+    return tensors[name].to(parameter.device) if name in tensors else None

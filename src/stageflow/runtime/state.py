@@ -70,7 +70,7 @@ class WorkerState:
             return tensors, rest
         if kind == "gradients":
             named = [item for owned in self.owned.values() for item in owned.items()]
-            return {name: p.grad for name, p in named if p.grad is not None}, None
+            return {name: p.grad.to_dense() for name, p in named if p.grad is not None}, None
         weights: dict[str, Tensor] = {}
         for index, program in self._programs.items():
             weights.update({name: p.detach() for name, p in self.owned[index].items()})
@@ -94,6 +94,12 @@ class WorkerState:
         optimizer = [t for each in self.optimizers.values() for t in each.state()[0].values()]
         return {
             "parameters": sum(p.nbytes for p in own.values()),
-            "gradients": sum(p.grad.nbytes for p in own.values() if p.grad is not None),
-            "optimizer": sum(t.nbytes for t in optimizer),
+            "gradients": sum(_nbytes(p.grad) for p in own.values() if p.grad is not None),
+            "optimizer": sum(_nbytes(t) for t in optimizer),
         }
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

@@ -139,6 +139,11 @@ def _one_line(problem: BaseException) -> str:
 
 def _read(program: ExportedProgram, census: Census) -> Capture:
     signature = program.graph_signature
+    if any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
+        # begin and end are operations of their own: a graph left in between would leave torch transformed for all
+        raise SplitError(
+            "the model calls torch.func (vmap, grad, jvp) around operations, and cuts between can't be told"
+        )
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     sources: dict[fx.Node, Source] = {}
     constants: dict[str, Tensor] = {}

@@ -81,6 +81,28 @@ class Attention(nn.Module):
         return self.layer(x, src_mask=causal, src_key_padding_mask=padding, is_causal=True)
 
 
+class Magnitude(nn.Module):
+    """A real output of complex weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).abs()
+
+
+class Mapped(nn.Module):
+    """Uses its layer under torch.vmap, which takes no autograd function of the old kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.layer)(x)
+
+
 CASES: dict[str, Build] = {
     "mlp": lambda: (nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 6)), torch.randn(4, 6)),
     "no bias": lambda: (nn.Linear(6, 5, bias=False), torch.randn(2, 3, 6)),
@@ -99,6 +121,12 @@ CASES: dict[str, Build] = {
     "checkpointed": lambda: (Checkpointed(reentrant=False), torch.randn(4, 6)),
     "reentrant": lambda: (Checkpointed(reentrant=True), torch.randn(4, 6)),
     "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), torch.randn(4, 6)),
+    "complex": lambda: (Magnitude(nn.Linear(6, 5, dtype=torch.complex64)), torch.randn(4, 6, dtype=torch.complex64)),
+    "complex conv": lambda: (
+        Magnitude(nn.Conv1d(2, 3, 2, dtype=torch.complex64)),
+        torch.randn(4, 2, 6, dtype=torch.complex64),
+    ),
+    "mapped": lambda: (Mapped(), torch.randn(4, 6)),
 }
 
 
@@ -247,3 +275,27 @@ def test_gpt2_projections_of_transformers_are_split() -> None:
     assert PutOff().install(copy.deepcopy(module)) == 1
     for want, got in zip(_whole(module, x, 2), _split(other, x, 2), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(6, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    put_off = PutOff()
+    put_off.install(module)
+    put_off.splitting = True
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+        nn.utils.spectral_norm(nn.Linear(6, 6)),
+        nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(8, 2), "in_proj_weight"),
+    ],
+)
+def test_a_weight_made_anew_in_each_forward_is_not_put_off(layer: nn.Module) -> None:
+    kind = type(layer)
+    assert PutOff().install(nn.Sequential(layer)) == (1 if isinstance(layer, nn.MultiheadAttention) else 0)
+    assert type(layer) is kind

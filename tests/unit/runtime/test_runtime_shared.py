@@ -108,3 +108,30 @@ def test_gradients_meet_at_the_owner_and_values_come_back(without):
         owner.fill_(5.0)
     on_all(*(lambda rank=rank: groups[rank].spread_values(ends[rank], 1, 5.0) for rank in range(3)))
     assert {tuple(w.tolist()) for own in parts.values() for w in own.values()} == {(5.0, 5.0)}
+
+
+@pytest.mark.parametrize("kinds", ["ss", "sd", "ds"])
+def test_sparse_gradients_are_added_up(kinds: str):
+    """As an embedding gives them: on one worker and between two."""
+
+    def gradient(kind: str) -> torch.Tensor:
+        dense = torch.tensor([0.0, 2.0])
+        return dense.to_sparse() if kind == "s" else dense
+
+    first, second = weight(1.0), weight(1.0)
+    here = shared({0: Program(w=first), 1: Program(w=second)}, (0, 0), 0, w=(0, 1))
+    first.grad, second.grad = gradient(kinds[0]), gradient(kinds[1])
+    here.collect_gradients(None, 1, 1.0)
+    assert first.grad.to_dense().tolist() == [0.0, 4.0]
+
+    owned, mirrored = weight(1.0), weight(1.0)
+    hub = Hub(2)
+    sides = [
+        shared({stage: Program(w=parameter)}, (0, 1), stage, w=(0, 1))
+        for stage, parameter in ((0, owned), (1, mirrored))
+    ]
+    owned.grad, mirrored.grad = gradient(kinds[0]), gradient(kinds[1])
+    on_all(*(lambda rank=rank: sides[rank].collect_gradients(hub.endpoint(rank), 1, 5.0) for rank in (0, 1)))
+    assert mirrored.grad is None
+    assert owned.grad.to_dense().tolist() == [0.0, 4.0]
+    assert owned.grad.is_sparse == (kinds == "ss")

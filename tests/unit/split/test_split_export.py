@@ -177,9 +177,15 @@ class DataBranch(StraightThrough):
         return self.second(x) if x.sum() > 0 else self.second(-x)
 
 
+class Mapped(StraightThrough):
+    def forward(self, x):
+        return self.second(torch.vmap(self.first)(x))
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (Mapped, "the model calls torch.func"),
         (StraightThrough, "the custom autograd function Round would lose its own backward"),
         (DataBranch, "torch.export can't capture DataBranch: Could not guard on data-dependent expression"),
     ],
@@ -187,6 +193,7 @@ class DataBranch(StraightThrough):
 def test_what_a_graph_would_get_wrong_is_refused(model, reason):
     with pytest.raises(SplitError, match=reason):
         split_model(model(), (torch.randn(4, 6),), stages=2, split="export")
+    assert not torch._C._are_functorch_transforms_active()
 
 
 def test_an_example_is_needed_and_has_to_run():

@@ -114,7 +114,7 @@ def fit(pipe: sf.Pipeline, root: Path, *callbacks: Callable[[Run], Any], **optio
     [
         (killed, "WorkerDied", r"worker 1 \(stage 1\) died of signal 9"),
         (exits, "WorkerDied", r"worker 1 \(stage 1\) exited with code 3"),
-        (stopped, "WorkerHung", "no worker made progress for 3 s"),
+        (stopped, "WorkerHung", "no worker made progress for 3 s: worker 1 was stopped by a signal"),
         (out_of_luck, "StageFailed", r"worker 1 \(stage 1\) raised ValueError: out of luck during 1F"),
         (out_of_memory, "StageFailed", r"worker 1 \(stage 1\) raised RuntimeError"),
     ],
@@ -134,6 +134,7 @@ def test_a_worker_that_fails_is_named_and_replaced(tmp_path, harm, error, text):
         assert_undisturbed(pipe.state_dict())
     (restart,) = report.restarts
     assert restart.error == error
+    assert (restart.worker, restart.stage) == (1, 1)
     assert re.match(text, restart.text)
     assert restart.step == 13
     assert restart.resumed_from == 10

@@ -109,7 +109,7 @@ def test_a_stopped_worker_is_said_to_be_stopped(tmp_path):
                 assert time.monotonic() < deadline
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert f"process {pid} (stopped by a signal)" in text
+        assert f", stopped by a signal, process {pid}" in text
 
 
 def test_looks_are_not_taken_for_the_last_words_of_a_worker_that_dies(tmp_path):

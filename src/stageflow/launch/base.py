@@ -26,6 +26,10 @@ Opener = Callable[[Sequence[int], Interrupt], Endpoint]
 """Opens an endpoint from the file descriptors that came with it (which it then owns)."""
 
 
+IDLE = "idle"
+"""What a worker's status says between two calls."""
+
+
 class Wiring(Protocol):
     """How the endpoints of one group come to be. Made in the driver, one for each group; holds no endpoint itself."""
 
@@ -87,7 +91,8 @@ class WorkerStatus:
     """One look at one worker.
 
     action: what it does ("2F0"), "idle" between calls. waits_for: what it waits for, "" when it computes.
-    seconds: since that last changed. pid: its process. alive: whether that still runs.
+    seconds: since that last changed. pid: its process. alive: whether that still runs. stopped: whether a signal keeps
+    it from going on (SIGSTOP, a debugger).
     """
 
     rank: int
@@ -96,11 +101,13 @@ class WorkerStatus:
     seconds: float
     pid: int
     alive: bool
+    stopped: bool = False
 
     def __str__(self) -> str:
         doing = self.action or "nothing yet"
         waiting = f", waiting for {self.waits_for}," if self.waits_for else ""
-        return f"worker {self.rank}: {doing}{waiting} for {self.seconds:.1f} s"
+        stopped = ", stopped by a signal" if self.stopped else ""
+        return f"worker {self.rank}: {doing}{waiting} for {self.seconds:.1f} s{stopped}"
 
 
 class Call(ABC):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stageflow.errors import Aborted, StageFailed, TransferTimeout, TransportError, WorkerDied, WorkerHung
-from stageflow.launch.base import WorkerStatus
+from stageflow.launch.base import IDLE, WorkerStatus
 from stageflow.launch.supervisor import FailureKind
 
 _ACTION = re.compile(r"(\d+)[A-Z](\d+)")
@@ -143,7 +143,14 @@ def worker_hung(
 
     said: failures of workers that gave up waiting by themselves, perhaps before.
     """
-    lines = [f"no worker made progress for {timeout:g} s; all workers were ended and the group is closed"]
+    suspects = [status for status in statuses if status.stopped] or [
+        status for status in statuses if status.action not in ("", IDLE) and not status.waits_for
+    ]
+    who = ", ".join(
+        f"worker {one.rank} was " + ("stopped by a signal" if one.stopped else f"in {one.action}") for one in suspects
+    )
+    first = f"no worker made progress for {timeout:g} s" + (f": {who}" if who else "")
+    lines = [f"{first}; all workers were ended and the group is closed"]
     for status in statuses:
         lines.append(f"  {status}")
     lines += [f"  worker {failure.rank} raised {failure.what}" for failure in said]
@@ -151,4 +158,8 @@ def worker_hung(
         if stack:
             lines.append(f"stacks of worker {rank}:")
             lines.extend(f"  {line}" for line in stack.rstrip().splitlines())
-    return WorkerHung("\n".join(lines))
+    if len(suspects) != 1:
+        return WorkerHung("\n".join(lines))
+    stage, microbatch = split_action(suspects[0].action)
+    action = suspects[0].action or None
+    return WorkerHung("\n".join(lines), worker=suspects[0].rank, stage=stage, microbatch=microbatch, action=action)

@@ -174,7 +174,7 @@ class SupervisedGroup(WorkerGroup):
         entry = self._board.read(rank)
         since = now - entry.since if entry.changes else 0.0
         pid, alive = self._identity(rank)
-        return WorkerStatus(rank, entry.action, entry.waits_for, since, pid, alive)
+        return WorkerStatus(rank, entry.action, entry.waits_for, since, pid, alive, alive and _is_stopped(pid))
 
     def close(self) -> None:
         if self._closed:
@@ -262,6 +262,14 @@ class SupervisedGroup(WorkerGroup):
             self._settle()
         if self._error is not None:
             raise self._error
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):  # gone, or a system without /proc
+        return False
 
 
 class _Running(Call):

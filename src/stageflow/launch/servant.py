@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stageflow.launch.base import Factory, WorkerContext
+from stageflow.launch.base import IDLE, Factory, WorkerContext
 from stageflow.launch.failure import Failure
 
-IDLE = "idle"
 BUILD = ""
 """The method name that stands for making the service."""
 

@@ -24,7 +24,7 @@ from stageflow.launch.zygote import STACKS_SIGNAL
 
 _PROC = Path("/proc")
 _WITHIN = 0.5  # seconds in which a worker's stacks must have come
-_STATES = {"T": "stopped by a signal", "Z": "ended", "D": "waiting for the system, uninterruptibly"}
+_STATES = {"D": "waiting for the system, uninterruptibly"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def _trace_worker(board: StatusBoard, rank: int, inode: int, stacks: bool) -> Wo
     pid, entry = board.process(rank), board.read(rank)
     state = _state(pid, inode)
     seconds = time.monotonic() - entry.since if entry.changes else 0.0
-    status = WorkerStatus(rank, entry.action, entry.waits_for, seconds, pid, state not in ("", "Z"))
+    alive, stopped = state not in ("", "Z"), state in ("T", "t")
+    status = WorkerStatus(rank, entry.action, entry.waits_for, seconds, pid, alive, stopped)
     if not status.alive:
         return WorkerTrace(status, "", "ended" if pid else "not started yet")
     remark = _STATES.get(state, "")
@@ -100,7 +101,7 @@ def _trace_worker(board: StatusBoard, rank: int, inode: int, stacks: bool) -> Wo
     if not logs:
         return WorkerTrace(status, "", "a thread: send its process SIGUSR1 while fit() runs to see its stack")
     text = _ask(pid, logs[0][1])
-    return WorkerTrace(status, text, remark if text or remark else "does not answer")
+    return WorkerTrace(status, text, remark if text or remark or stopped else "does not answer")
 
 
 def _ask(pid: int, log: Path) -> str:

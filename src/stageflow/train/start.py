@@ -22,6 +22,9 @@ from stageflow.train.crew import Crew, DrivenWorker, DriverCrew
 from stageflow.train.wiring import ProcessWiring, ThreadWiring
 
 Launch = Literal["processes", "threads", "torchrun"]
+LEAST_PATIENCE = 30.0
+"""Seconds without progress that starting may take at least: Python imports torch meanwhile, and says nothing."""
+
 LAUNCHERS: tuple[Launch, ...] = get_args(Launch)
 
 
@@ -37,8 +40,9 @@ def choose_launch(launch: Launch | None) -> Launch:
 def start_crew(
     in_process: bool, setups: Sequence[WorkerSetup], *, devices: str | Sequence[str], threads: int, timeout: float
 ) -> Crew:
-    """Start one worker per setup, as threads or as processes. Raises LaunchError."""
+    """Start one worker per setup, as threads or as processes; timeout: for all that follows. Raises LaunchError."""
     size = len(setups)
+    patience = max(timeout, LEAST_PATIENCE)
     names = choose_devices(size, devices)
     wiring = ThreadWiring(size + 1) if in_process else ProcessWiring(size + 1)
     try:
@@ -46,19 +50,19 @@ def start_crew(
             # threads share the user's memory, and a stage must not train the user's own tensors
             setups = [replace(setup, specs=tuple(map(_copy, setup.specs))) for setup in setups]
             make = partial(DrivenWorker, turns=Turns())
-            group: WorkerGroup = start_threads(make, size, wiring=wiring, devices=names, timeout=timeout)
+            group: WorkerGroup = start_threads(make, size, wiring=wiring, devices=names, timeout=patience)
         else:
             # forked with what they will surely import, rather than each importing it again
             preload = [DrivenWorker.__module__, *(name for name in ("transformers",) if name in sys.modules)]
             if setups[0].optimizer.optimizer is not None:
                 preload.append("torch._dynamo")  # torch imports it, for seconds, when the first optimizer is made
             group = start_processes(
-                DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=timeout, preload=preload
+                DrivenWorker, size, wiring=wiring, devices=names, threads=threads, timeout=patience, preload=preload
             )
     finally:
         wiring.close()
     try:
-        group.call("build", [((setup,), {}) for setup in setups], timeout=timeout)
+        group.call("build", [((setup,), {}) for setup in setups], timeout=patience)
     except BaseException:
         group.close()
         raise

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -42,9 +43,24 @@ def test_hang_names_every_worker_what_it_waits_for_and_since_when():
     error = worker_hung([status(0, "0F1", seconds=3.21), status(1, "1F0", "0F0 from worker 0")], 3.0, {0: "File x"})
     assert isinstance(error, TimeoutError)
     lines = str(error).splitlines()
-    assert lines[0].startswith("no worker made progress for 3 s")
+    assert lines[0].startswith("no worker made progress for 3 s: worker 0 was in 0F1; all workers were ended")
+    assert (error.worker, error.stage, error.microbatch, error.action) == (0, 0, 1, "0F1")
     assert lines[1:3] == ["  worker 0: 0F1 for 3.2 s", "  worker 1: 1F0, waiting for 0F0 from worker 0, for 1.0 s"]
     assert lines[3:] == ["stacks of worker 0:", "  File x"]
+
+
+def test_hang_names_a_worker_that_a_signal_stopped_before_those_that_compute():
+    stopped = replace(status(2, "2B0", "3B0 from worker 3"), stopped=True)
+    error = worker_hung([status(0, "0F1"), status(1, "idle"), stopped], 3.0, {})
+    assert str(error).startswith("no worker made progress for 3 s: worker 2 was stopped by a signal; all workers")
+    assert (error.worker, error.stage) == (2, 2)
+
+
+def test_hang_in_which_all_wait_or_several_compute_blames_nobody():
+    assert worker_hung([status(0, "0F1", "x"), status(1, "idle")], 3.0, {}).worker is None
+    error = worker_hung([status(0, "0F1"), status(1, "1F0")], 3.0, {})
+    assert error.worker is None
+    assert "worker 0 was in 0F1, worker 1 was in 1F0" in str(error)
 
 
 def test_who_would_not_stop_is_said():

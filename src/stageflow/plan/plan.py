@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from stageflow.errors import InputError
 from stageflow.plan import save
@@ -130,13 +131,13 @@ class Plan:
     @cached_property
     def stage_memory(self) -> tuple[float, ...]:
         """The peak of each stage for itself; peaks of the stages of one worker need not come at the same time."""
-        peaks: list[float] = []
-        for number in range(len(self.stages)):
-            alone = {
-                field.name: [value * (i == number) for i, value in enumerate(getattr(self.footprint, field.name))]
-                for field in dataclasses.fields(self.footprint)
-            }
-            peaks.append(peak_memory(self.schedule, Footprint(**alone))[self.placement[number]])
+        kept = list(cast("Sequence[float]", self.footprint.static))
+        peaks = list(kept)
+        for order in self.schedule.orders:
+            for action in order:
+                during = kept[action.stage] + self.footprint.at_start(action)
+                peaks[action.stage] = max(peaks[action.stage], during)
+                kept[action.stage] = during + self.footprint.at_end(action)
         return tuple(peaks)
 
     @property

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from stageflow.errors import InputError, StageflowError
 from stageflow.plan.bounds import Bound
 from stageflow.plan.partition import Block, Device, Tie
+from stageflow.plan.sealed import Kind
 from stageflow.schedule import Schedule
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
 
-FORMAT, VERSION = "stageflow plan", 1
+KIND = Kind("plan", 1, "Plan.to_json", "make it anew")
 
 
 def to_json(plan: Plan) -> str:
@@ -36,31 +35,12 @@ def to_json(plan: Plan) -> str:
         "warnings": list(plan.warnings),
         "advice": [_fields(advice) for advice in plan.advice],
     }
-    return json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}, indent=1) + "\n"
+    return KIND.seal(body)
 
 
 def from_json(source: str | Path) -> Plan:
     """Read what `to_json` wrote, from a file or from the text itself. Raises InputError that names what is wrong."""
-    is_text = isinstance(source, str) and source.lstrip().startswith("{")
-    where = "this text" if is_text else str(source)
-    try:
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        read = json.loads(text)
-    except OSError as error:
-        raise InputError(f"{where} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is no JSON, so no plan: {error}") from error
-    if not isinstance(read, dict) or read.get("format") != FORMAT:
-        raise InputError(
-            f'{where} is no plan: expected a JSON object with "format": "{FORMAT}", as Plan.to_json writes'
-        )
-    if read.get("version") != VERSION:
-        raise InputError(
-            f"{where} is a plan of version {read.get('version')!r}; this stageflow reads {VERSION}: make it anew"
-        )
-    body = {name: value for name, value in read.items() if name not in ("format", "version", "digest")}
-    if read.get("digest") != _digest(body):
-        raise InputError(f"{where} was changed or cut off since it was written: its digest is not that of its content")
+    body, where = KIND.open(source)
     try:
         return _plan(body)
     except (KeyError, TypeError, ValueError, StageflowError) as error:
@@ -107,8 +87,3 @@ def _number(value: Any) -> Any:
     if value in ("inf", "-inf"):
         return float(value)
     return _numbers(value) if isinstance(value, dict) else value
-
-
-def _digest(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()

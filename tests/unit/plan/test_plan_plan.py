@@ -118,7 +118,7 @@ def test_json_is_json_for_everybody() -> None:
         (lambda text: text[: len(text) // 2], "is no JSON"),
         (lambda text: "[1, 2]", "can't be read"),
         (lambda text: "{}", "is no plan"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "version 2; this stageflow reads 1"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "version 2, this stageflow reads 1"),
         (lambda text: text.replace('"samples": 12', '"samples": 13'), "was changed or cut off"),
         (lambda text: text.replace("0F0 0F1", "0F1 0F0"), "was changed or cut off"),
     ],

@@ -90,5 +90,9 @@ def create_memory(layout: Layout) -> int:
         directory = "/dev/shm" if sys.platform == "linux" and os.path.isdir("/dev/shm") else None
         fd, path = tempfile.mkstemp(prefix="stageflow-", dir=directory)
         os.unlink(path)
-    os.ftruncate(fd, layout.total)
+    try:
+        os.ftruncate(fd, layout.total)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -16,6 +17,7 @@ from benchmarks import common
 from stageflow.errors import StageflowError
 from stageflow.plan.search import find_schedule
 from stageflow.schedule import SCHEDULES, Costs, Footprint, build_schedule, peak_memory
+from stageflow.schedule.costs import at_stage
 from stageflow.schedule.placement import PLACEMENTS, place
 
 CASES = 300
@@ -69,17 +71,21 @@ def draw(random: Random) -> Case:
 
 
 def best_named(case: Case) -> tuple[float, str] | None:
-    """The fastest named schedule on the placement that fits, with its defaults or made for the case's costs."""
+    """The fastest named schedule on the placement that fits: its defaults, or made for the case's costs or memory."""
     found: list[tuple[float, str]] = []
     placed = place(case.placement, case.stages, case.workers)
+    choices: list[dict[str, Any]] = [{}, {"costs": case.costs}]
+    if case.memory is not None:
+        largest = max(at_stage(case.footprint.activation, stage) for stage in range(case.stages))
+        choices += [{"memory": int(case.memory / largest), **options} for options in choices]
     for name in SCHEDULES:
-        for options in ({}, {"costs": case.costs}):
+        for options in choices:
             try:
                 schedule = build_schedule(
                     name, stages=case.stages, microbatches=case.microbatches, placement=placed, **options
                 )
             except StageflowError:
-                continue  # refuses the counts, or takes no costs
+                continue  # refuses the counts, or takes no such option
             peaks = peak_memory(schedule, case.footprint)
             if schedule.has_backward and (case.memory is None or max(peaks) <= case.memory):
                 found.append((schedule.simulate(case.costs).makespan, name))

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from stageflow.plan import Device, Plan, make_plan, profile_model
     from stageflow.schedule import SCHEDULES, Action, Costs, Schedule, build_schedule
     from stageflow.split import Split, split_model
+    from stageflow.train.callbacks import Callback, Evaluate
     from stageflow.train.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Action": "stageflow.schedule",
+    "Callback": "stageflow.train.callbacks",
     "Costs": "stageflow.schedule",
     "Device": "stageflow.plan",
+    "Evaluate": "stageflow.train.callbacks",
     "Pipeline": "stageflow.train.pipeline",
     "Plan": "stageflow.plan",
     "SCHEDULES": "stageflow.schedule",
@@ -45,8 +48,10 @@ _HOMES = {
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Callback",
     "Costs",
     "Device",
+    "Evaluate",
     "Pipeline",
     "Plan",
     "Schedule",

@@ -106,6 +106,11 @@ class Crew(ABC):
         return function()
 
     @property
+    def processes(self) -> list[int]:
+        """The process of each worker; here only this one, where they are no processes of their own."""
+        return [os.getpid()]
+
+    @property
     @abstractmethod
     def usable(self) -> bool:
         """Whether the next step can run."""
@@ -202,6 +207,10 @@ class DriverCrew(Crew):
         except BaseException:
             saving.abandon()
             raise
+
+    @property
+    def processes(self) -> list[int]:
+        return list(dict.fromkeys(status.pid for status in self._group.status()))
 
     @property
     def usable(self) -> bool:

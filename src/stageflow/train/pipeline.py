@@ -574,6 +574,12 @@ class Pipeline:
             return self._life.crew("memory()").ask("memory")
 
     @property
+    def worker_processes(self) -> list[int]:
+        """The process id of each worker; of threads, and under torchrun, only this process's own, once."""
+        with self._life.alone("worker_processes"):
+            return self._life.crew("worker_processes").processes
+
+    @property
     def usable(self) -> bool:
         """Whether the next step can run."""
         return self._life.usable

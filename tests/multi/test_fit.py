@@ -292,5 +292,5 @@ def test_the_process_that_starts_workers_is_killed(tmp_path):
 
 
 def test_restart_says_what_happened():
-    restart = Restart(12, "WorkerDied", "worker 1 died", 1, 1, None, "1F0", 10, 0.5)
-    assert str(restart) == "after step 12: WorkerDied: worker 1 died; went on from step 10 after 0.5 s"
+    restart = Restart(12, "WorkerDied", "worker 1 died", 1, 1, None, "1F0", 10, 2, 0.5)
+    assert str(restart) == "after step 12: WorkerDied: worker 1 died; 2 workers went on from step 10 after 0.5 s"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stageflow.errors import InputError
+from stageflow.errors import InputError, ScheduleError
 from stageflow.graph import StageGraph
 from stageflow.runtime.batch import TARGET
 from stageflow.runtime.command import WorkerSetup
@@ -85,6 +85,28 @@ class Blueprint:
         self.stages = len(plan.stages)
         self._wanted = plan.schedule
         self._schedules.clear()
+
+    def shrink(self, workers: int) -> None:
+        """Be for so many workers, each with as many stages as before; the model has to be split again.
+
+        Raises InputError where stages and workers were given by a plan or a `Schedule`, or the schedule can't be had
+        on so many.
+        """
+        if self.plan is not None or isinstance(self._wanted, Schedule):
+            raise InputError("a plan, or a schedule of one's own, is for its own number of workers only")
+        before = self.stages, self._workers
+        self.stages, self._workers = self.stages // self.n_workers * workers, workers
+        self._schedules.clear()
+        self._split, split = None, self._split
+        try:
+            schedule = self.schedule_for(min(self.microbatches, MANY))
+            if schedule.n_workers != workers:
+                raise InputError(f"{schedule.name!r} would have {schedule.n_workers} workers, not {workers}")
+        except (InputError, ScheduleError) as error:
+            self.stages, self._workers = before
+            self._split = split
+            self._schedules.clear()
+            raise InputError(f"not on {workers} workers: {error}") from error
 
     @property
     def n_workers(self) -> int:

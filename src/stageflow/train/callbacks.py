@@ -19,7 +19,8 @@ class Restart:
 
     step: steps that were made when it came. error: its class. text: its first line, which names the worker.
     worker, stage, microbatch, action: where it was, as far as known. resumed_from: the step of the checkpoint that was
-    restored. seconds: from the failure until the run could go on.
+    restored. workers: how many there were then, 0 where that start failed too. seconds: from the failure until the run
+    could go on.
     """
 
     step: int
@@ -30,13 +31,14 @@ class Restart:
     microbatch: int | None
     action: str | None
     resumed_from: int
+    workers: int
     seconds: float
 
     def __str__(self) -> str:
-        return (
-            f"after step {self.step}: {self.error}: {self.text}; went on from step {self.resumed_from} after "
-            f"{self.seconds:.1f} s"
-        )
+        text = f"after step {self.step}: {self.error}: {self.text}; "
+        if not self.workers:
+            return f"{text}new workers failed after {self.seconds:.1f} s"
+        return f"{text}{self.workers} workers went on from step {self.resumed_from} after {self.seconds:.1f} s"
 
 
 @dataclass

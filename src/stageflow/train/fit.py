@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("stageflow")
 
 _RECOVERABLE = (PipelineError, TransportError, LaunchError)
+_TRIES = 2  # failed starts of workers in a row before fewer are tried
 _PLACE = "place in the data"
 """Under which a checkpoint's `extra` holds where in the data it is."""
 
@@ -53,10 +54,12 @@ class Fit:
         checkpoint_every: int | None,
         keep: int,
         max_restarts: int,
+        min_workers: int | None,
         callbacks: Sequence[Callback | Callable[[Run], Any]],
     ) -> None:
         """seed: of what the loader draws. Raises InputError, before any work."""
-        _check_counts(steps=steps, checkpoint_every=checkpoint_every, keep=keep, max_restarts=max_restarts)
+        counts = {"steps": steps, "checkpoint_every": checkpoint_every, "keep": keep, "max_restarts": max_restarts}
+        _check_counts(**counts, min_workers=min_workers)
         self._pipe = pipe
         self._feed = Feed(loader, seed)
         if steps is None and self._feed.endless:
@@ -70,6 +73,8 @@ class Fit:
         self._every = checkpoint_every
         self._keep = keep
         self._allowed = max_restarts
+        self._min_workers = min_workers
+        self._refused = 0  # starts of workers that failed in a row
         self._callbacks = check_callbacks(callbacks)
         self._report = FitReport(steps=pipe.steps)
         self._run = Run(pipe, self._report, step=pipe.steps)
@@ -247,6 +252,7 @@ class Fit:
         failure: Exception = error
         while True:
             self._check_may_restart(failure)
+            self._refused = self._refused + 1 if isinstance(failure, LaunchError) else 0
             started = time.monotonic()
             step = self._pipe.steps
             text = str(failure).partition("\n")[0]
@@ -259,35 +265,36 @@ class Fit:
                 self._allowed,
             )
             try:
-                resumed = self._replace()
+                workers, resumed = self._replace()
             except _RECOVERABLE as another:
-                self._note(failure, step, step, started)
+                self._note(failure, step, step, 0, started)
                 failure = another
                 continue
-            restart = self._note(failure, step, resumed, started)
-            log.warning("went on from step %d after %.1f s", resumed, restart.seconds)
+            restart = self._note(failure, step, resumed, workers, started)
+            log.warning("went on from step %d after %.1f s, with %d workers", resumed, restart.seconds, workers)
             self._tell(lambda callback, restart=restart: callback.on_restart(self._run, restart))
             return
 
-    def _replace(self) -> int:
-        """New workers with the state of the newest good checkpoint; returns its step."""
+    def _replace(self) -> tuple[int, int]:
+        """New workers with the state of the newest good checkpoint; returns how many, and its step."""
         saving, self._saving = self._saving, None
-        self._pipe._replace_workers()
+        workers = self._pipe._replace_workers(self._min_workers if self._refused >= _TRIES else None)
         checkpoint = self._newest()
         if checkpoint is None:
             raise CheckpointError("the run has no checkpoint any more: were its files removed?")
         if saving is not None and saving[0] == checkpoint.step:
             self._complete(*saving)  # the failure came after its last file was written
         self._restore(checkpoint)
-        return checkpoint.step
+        return workers, checkpoint.step
 
-    def _note(self, failure: Exception, step: int, resumed: int, started: float) -> Restart:
+    def _note(self, failure: Exception, step: int, resumed: int, workers: int, started: float) -> Restart:
         where = {name: getattr(failure, name, None) for name in ("worker", "stage", "microbatch", "action")}
         restart = Restart(
             step=step,
             error=type(failure).__name__,
             text=str(failure).partition("\n")[0],
             resumed_from=resumed,
+            workers=workers,
             seconds=time.monotonic() - started,
             **where,
         )
@@ -356,7 +363,7 @@ def _check_counts(**counts: Any) -> None:
     least = {"steps": 0, "max_restarts": 0}
     for name, value in counts.items():
         smallest = least.get(name, 1)
-        if value is None and name in ("steps", "checkpoint_every"):
+        if value is None and name in ("steps", "checkpoint_every", "min_workers"):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise InputError(f"{name} must be a whole number >= {smallest}, got {value!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stageflow.errors import InputError, PipelineClosed
+from stageflow.errors import InputError, LaunchError, PipelineClosed
 from stageflow.runtime.batch import MicroBatch
 from stageflow.split import Split, split_model
 from stageflow.train.arguments import Model, model_facts
@@ -48,6 +48,7 @@ class Life:
         self._starting = starting
         self._setting_up = setting_up
         self._crew: Crew | None = None
+        self._inputs: MicroBatch | None = None  # to split with, once more should workers be missing
         self._ended: str | None = None
         self.dismissed = False
         self._number = 0
@@ -109,19 +110,22 @@ class Life:
 
     @torch.inference_mode(False)  # weights copied in inference mode, as for a first predict, could never be trained
     @torch.enable_grad()
+    def _split(self, inputs: MicroBatch) -> Split:
+        blueprint = self._blueprint
+        example = inputs.copied_inputs()  # the model runs on them, and may write into them
+        return split_model(self._model, example, stages=blueprint.stages, **{**self._splitting, **blueprint.cuts})
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def _start(self, inputs: MicroBatch) -> Crew:
         blueprint = self._blueprint
         blueprint.show(inputs.args, inputs.kwargs)
-
-        def split() -> Split:
-            example = inputs.copied_inputs()  # the model runs on them, and may write into them
-            return split_model(self._model, example, stages=blueprint.stages, **{**self._splitting, **blueprint.cuts})
-
+        self._inputs = inputs
         if self._launch == "torchrun":
-            return self._join_ranks(inputs, split)
+            return self._join_ranks(inputs, lambda: self._split(inputs))
         if blueprint.undecided:
             blueprint.decide(self._plan(inputs))
-        blueprint.split = split()
+        blueprint.split = self._split(inputs)
         return start_crew(self._launch == "threads", blueprint.worker_setups(**self._setting_up), **self._starting)
 
     def _plan(self, inputs: MicroBatch) -> Plan:
@@ -148,10 +152,11 @@ class Life:
             ranks.close()
             raise
 
-    def restart(self) -> None:
-        """New workers in place of those that are, or were: with the split there is, and the weights of its start.
+    def restart(self, *, fewest: int | None = None) -> None:
+        """New workers in place of those that are, or were, with the weights of the start.
 
-        Raises InputError under torchrun, where the ranks are started by torchrun; LaunchError.
+        fewest: None: as many, with the split there is. Else one less, or the next number that can be, down to this
+        one, with a new split. Raises InputError under torchrun, where the ranks are started by torchrun; LaunchError.
         """
         if self._launch == "torchrun":
             raise InputError("ranks are started again by torchrun (see its --max-restarts), not by the pipeline")
@@ -159,9 +164,30 @@ class Life:
             self.require_open()
         assert self._crew is not None
         self._crew.close()
+        if fewest is not None:
+            self._shrink(fewest)
         setups = self._blueprint.worker_setups(**self._setting_up)
         self._crew = start_crew(self._launch == "threads", setups, **self._starting)
         self._ended = None
+
+    def _shrink(self, fewest: int) -> None:
+        assert self._inputs is not None
+        blueprint = self._blueprint
+        reason = f"there are {blueprint.n_workers} workers, and fewer than {fewest} were not allowed"
+        if self._splitting["boundaries"] is not None or isinstance(self._setting_up["options"].recompute, tuple):
+            reason, fewest = "boundaries= or recompute= are for this number of stages only", blueprint.n_workers
+        for workers in range(blueprint.n_workers - 1, fewest - 1, -1):
+            try:
+                blueprint.shrink(workers)
+            except InputError as error:
+                reason = str(error)
+                continue
+            blueprint.split = self._split(self._inputs)
+            devices = self._starting["devices"]
+            if not isinstance(devices, str):
+                self._starting = {**self._starting, "devices": devices[:workers]}
+            return
+        raise LaunchError(f"the run can't go on with fewer workers: {reason}")
 
     def trace(self) -> str:
         """What every worker does now; for any thread, at any moment."""

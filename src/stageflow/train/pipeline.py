@@ -258,6 +258,7 @@ class Pipeline:
         checkpoint_every: int | None = None,
         keep: int = 3,
         max_restarts: int = 10,
+        min_workers: int | None = None,
         callbacks: Sequence[Callback | Callable[[Run], Any]] = (),
     ) -> FitReport:
         """Train on what a loader gives; after a failure of workers, go on from the last checkpoint as if it never was.
@@ -272,6 +273,9 @@ class Pipeline:
         checkpoint_every: steps between two, written in the background; None: only one before and one after the run.
         keep: how many checkpoints stay.
         max_restarts: from how many failures the run goes on. An exception that comes again at the same step ends it.
+        min_workers: when new workers can't be started twice in a row, go on with one less, by a new split, down to so
+            many. None: always with as many. Not with a plan, a `Schedule` of your own, `boundaries` or a list for
+            `recompute`, which are for their number of stages.
         callbacks: `Callback` objects, or functions of a `Run` that are called after every step.
 
         What happens is logged to ``logging.getLogger("stageflow")``, and is in the report. Raises what ends the run:
@@ -289,6 +293,7 @@ class Pipeline:
             checkpoint_every=checkpoint_every,
             keep=keep,
             max_restarts=max_restarts,
+            min_workers=min_workers,
             callbacks=callbacks,
         ).run()
 
@@ -298,8 +303,11 @@ class Pipeline:
             inputs = {name: value for name, value in kwargs.items() if name != TARGET}
             self._prepare("train", args, inputs, kwargs.get(TARGET))
 
-    def _replace_workers(self) -> None:
-        """New workers with the weights of the start; `_adopt` has to follow."""
+    def _replace_workers(self, fewest: int | None) -> int:
+        """New workers with the weights of the start; `_adopt` has to follow. fewest: see `Life.restart`.
+
+        Returns how many there are.
+        """
         with self._life.alone("fit()"):
             if self._life.usable:
                 try:
@@ -309,9 +317,11 @@ class Pipeline:
             else:
                 self._storage.give_up()
             self._known_to_workers.clear()
-            self._life.restart()
+            self._memory = None
+            self._life.restart(fewest=fewest)
             if self._mode is not None:
                 self._life.crew("fit()").ask("set_training", self._mode)
+            return self._life.crew("fit()").n_workers
 
     def _agree(self, function: Callable[[], str]) -> str:
         """What a function gives; under torchrun, on the first rank for all."""

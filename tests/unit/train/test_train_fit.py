@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stageflow as sf
 from stageflow.checkpoint import Series
-from stageflow.errors import CheckpointError, InputError, PipelineClosed, StageFailed
+from stageflow.errors import CheckpointError, InputError, LaunchError, PipelineClosed, StageFailed
 from stageflow.train.callbacks import Callback, Evaluate, Restart, Run, as_step
 
 X = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
@@ -463,3 +463,63 @@ def test_what_a_batch_means(batch, expected):
 def test_a_batch_of_three():
     with pytest.raises(InputError, match=r"tuple of 3; expected \(input, target\)"):
         as_step((1, 2, 3))
+
+
+# ------------------------------------------------------------------------------------------------------ fewer workers
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """After the first start, no more than so many workers can be had."""
+    from stageflow.train import life
+
+    start, starts = life.start_crew, []
+
+    def few(in_process: bool, setups: Any, **options: Any) -> Any:
+        starts.append(len(setups))
+        if len(starts) > 1 and len(setups) > few.most:
+            raise LaunchError(f"the system refused to start worker {few.most} of {len(setups)}")
+        return start(in_process, setups, **options)
+
+    few.most = 2
+    monkeypatch.setattr(life, "start_crew", few)
+    return few, starts
+
+
+def test_a_run_goes_on_with_fewer_workers(tmp_path, scarce):
+    _, starts = scarce
+    _, weights = undisturbed("list")
+    with pipeline(37, stages=3, device=["cpu"] * 3) as pipe:
+        report = pipe.fit(BATCHES, 20, checkpoint=tmp_path / "run", checkpoint_every=4, min_workers=2)
+        assert_same(pipe.state_dict(), weights)
+        assert pipe.stages == 2
+    assert starts == [3, 3, 3, 2]
+    assert [restart.error for restart in report.restarts] == ["StageFailed", "LaunchError", "LaunchError"]
+    assert [restart.workers for restart in report.restarts] == [0, 0, 2]
+    assert "new workers failed" in str(report)
+    assert "2 workers went on from step" in str(report)
+
+
+def test_workers_that_are_not_allowed_to_be_missing(tmp_path, scarce):
+    few, starts = scarce
+    with pipeline(21, stages=3) as pipe, pytest.raises(LaunchError, match="refused to start worker 2 of 3") as caught:
+        pipe.fit(BATCHES, 20, checkpoint=tmp_path / "run", max_restarts=3)
+    assert starts == [3, 3, 3, 3]
+    assert "max_restarts=3" in caught.value.__notes__[0]
+    few.most = 0
+
+
+def test_fewer_than_allowed(tmp_path, scarce):
+    few, starts = scarce
+    few.most = 1
+    with pipeline(21, stages=3) as pipe, pytest.raises(LaunchError, match="fewer than 2 were not allowed"):
+        pipe.fit(BATCHES, 20, checkpoint=tmp_path / "run", max_restarts=6, min_workers=2)
+    assert starts == [3, 3, 3, 2, 2, 2][: len(starts)]
+
+
+def test_a_schedule_of_ones_own_is_for_its_workers(tmp_path, scarce):
+    few, _ = scarce
+    few.most = 1
+    schedule = sf.build_schedule("1f1b", stages=2, microbatches=4)
+    with pipeline(21, stages=2, schedule=schedule) as pipe, pytest.raises(LaunchError, match="schedule of one's own"):
+        pipe.fit(BATCHES, 20, checkpoint=tmp_path / "run", max_restarts=5, min_workers=1)

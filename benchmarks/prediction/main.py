@@ -100,20 +100,29 @@ def real(link: tuple[float, float], rounds: int) -> list[Case]:
         common.say(f"transformer {name}")
         plan = sf.make_plan(devices=2, profile=long, schedule=name, microbatches=PARTS, link=link, progress=False)
         brief = replace(plan, blocks=short.blocks)
-        (taken, most), (_, least) = (_run(plan, model, x, rounds) for x in batches)
+        with sf.Pipeline(model, plan=plan, loss=F.mse_loss, optimizer=sgd) as pipe:
+            spans(pipe, batches[0], batches[0], WARM_UP)
+            measured = statistics.median(spans(pipe, batches[0], batches[0], rounds * STEPS))
+        most, least = (_grown(plan, model, x) for x in batches)
         peaks = [[a - b for a, b in zip(*pair, strict=True)] for pair in ((plan.memory, brief.memory), (most, least))]
-        cases.append(Case(_name(name, plan), plan.step, taken, *map(max, peaks)))
+        cases.append(Case(_name(name, plan), plan.step, measured, *map(max, peaks)))
     return cases
 
 
-def _run(plan: sf.Plan, model: nn.Module, x: Tensor, rounds: int) -> tuple[float, list[int]]:
-    """Seconds of a step, and per worker the most bytes that were resident above what it had once built."""
-    with sf.Pipeline(model, plan=plan, loss=F.mse_loss, optimizer=sgd, example=x) as pipe:
-        pipe.state_dict()  # builds it
-        built = [_resident(worker, "VmRSS") for worker in _workers()]
-        spans(pipe, x, x, WARM_UP)
-        seconds = statistics.median(spans(pipe, x, x, rounds * STEPS))
-        return seconds, [_resident(w, "VmHWM") - before for w, before in zip(_workers(), built, strict=True)]
+def _grown(plan: sf.Plan, model: nn.Module, x: Tensor) -> list[int]:
+    """Per worker, the most bytes that were resident in a step above what it had once built and what it got of the batch.
+
+    The batch is input on the first worker and target on the last, so each of the two has all of it.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # so that freed tensors are given back, and not kept by malloc
+    try:
+        with sf.Pipeline(model, plan=plan, loss=F.mse_loss, optimizer=sgd, example=x) as pipe:
+            pipe.state_dict()  # builds it
+            built = [_resident(worker, "VmRSS") for worker in _workers()]
+            spans(pipe, x, x, WARM_UP)
+            return [_resident(w, "VmHWM") - before - x.nbytes for w, before in zip(_workers(), built, strict=True)]
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
 def _name(wanted: str, plan: sf.Plan) -> str:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from stageflow.errors import StageflowError
 from stageflow.plan.search.problem import Problem
+from stageflow.schedule.actions import Orders
 from stageflow.schedule.build import SCHEDULES, build_schedule
 from stageflow.schedule.costs import at_stage
 from stageflow.schedule.families import FAMILIES
 from stageflow.schedule.memory import peak_memory
+from stageflow.schedule.placement import loop
 from stageflow.schedule.schedule import Schedule
 
 
 def named_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every named schedule on this graph and placement that trains and keeps within the memory limits."""
+    """Every named schedule on this graph and placement that trains and keeps within the memory limits, each once."""
+    seen: set[Orders] = set()
     for name in SCHEDULES:
         for options in _options(problem, name):
             try:
@@ -31,7 +35,8 @@ def named_schedules(problem: Problem) -> Iterator[Schedule]:
             except StageflowError:
                 continue  # it refuses these counts, and says so to whoever asks for it by name
             same = schedule.placement == problem.placement and schedule.graph == problem.graph
-            if same and schedule.has_backward and fits(problem, schedule):
+            if same and schedule.has_backward and schedule.orders not in seen and fits(problem, schedule):
+                seen.add(schedule.orders)
                 yield schedule
 
 
@@ -44,19 +49,20 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _options(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    """The defaults, and what else the builder takes: times, as many activations as fit, larger groups."""
+    """The defaults, and what else the builder takes, together: times, as many activations as fit, larger groups."""
     takes = FAMILIES[name].options
-    yield {}
-    if "costs" in takes:
-        yield {"costs": problem.costs}
     counts = _activations(problem)
-    if "memory" in takes and counts is not None:
-        yield {"memory": counts}
-    if "split" in takes:
-        yield {"costs": problem.costs, "split": False}
-    if "group" in takes:
-        groups = {problem.n_workers + 1, -(-problem.microbatches // 2), problem.microbatches}
-        yield from ({"group": group} for group in sorted(groups) if group > problem.n_workers)
+    groups = {problem.n_workers + 1, -(-problem.microbatches // 2), problem.microbatches}
+    in_a_loop = problem.placement == loop(len(problem.placement), problem.n_workers)  # elsewhere groups change nothing
+    values: dict[str, list[Any]] = {
+        "costs": [problem.costs],
+        "memory": [] if counts is None else [counts],
+        "split": [False],
+        "group": [group for group in sorted(groups) if in_a_loop and group > problem.n_workers],
+    }
+    choices = [[{}, *({option: value} for value in values.get(option, []))] for option in takes]
+    for chosen in product(*choices):
+        yield {option: value for part in chosen for option, value in part.items()}
 
 
 def _activations(problem: Problem) -> int | None:

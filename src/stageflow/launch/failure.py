@@ -45,7 +45,8 @@ class Failure:
         The place is what the exception says itself (attributes ``stage``, ``microbatch``, ``action``), else what the
         worker's status said it was ``doing``.
         """
-        action = str(getattr(error, "action", None) or doing)
+        own_action = getattr(error, "action", None)
+        action = own_action if isinstance(own_action, str) and own_action else doing
         stage, microbatch = split_action(action)
         own_stage, own_microbatch = getattr(error, "stage", None), getattr(error, "microbatch", None)
         return cls(
@@ -62,7 +63,11 @@ class Failure:
 
 
 def _name(error: BaseException) -> str:
-    first = next(iter(str(error).splitlines()), "")
+    try:
+        text = str(error)
+    except Exception as another:  # of a class of the user's
+        text = f"(its text can't be had: __str__ raised {type(another).__name__})"
+    first = next(iter(text.splitlines()), "")
     return type(error).__name__ + (f": {first}" if first else "")
 
 

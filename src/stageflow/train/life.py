@@ -68,12 +68,15 @@ class Life:
                 "a pipeline does one thing at a time. Hold a lock around its calls, or make a pipeline for each thread"
             )
         self._doing = what
+        open_before = not self.dismissed
         try:
             yield
         except BaseException as error:
             if self.broken:
                 first_line = str(error).partition("\n")[0]
                 self.end(f"it ended after a failure in {what} ({type(error).__name__}: {first_line})")
+            if open_before and self.dismissed and isinstance(error, Exception):
+                raise PipelineClosed(f"the pipeline was closed, by another thread, while {what} ran") from error
             raise
         finally:
             self._turn.release()

@@ -70,3 +70,23 @@ def test_who_would_not_stop_is_said():
         report = Failure.of(0, caught, "step")
     text = str(stage_failed(report, closed=True, stuck=(1, 2)))
     assert re.match(r"worker 0 raised ValueError: first line during step; worker 1, 2 did not stop", text)
+
+
+class Mute(Exception):
+    """As users write them: an own `action` that is no text, and a text that can't be had."""
+
+    action = ("resume", "now")
+
+    def __str__(self) -> str:
+        raise KeyError("reason")
+
+
+def test_an_exception_that_can_not_tell_its_text_is_reported_all_the_same():
+    try:
+        raise Mute
+    except Mute as caught:
+        report = Failure.of(0, caught, "2F3")
+    assert "Mute: (its text can't be had: __str__ raised KeyError) during 2F3" in str(
+        stage_failed(report, closed=False)
+    )
+    assert (report.stage, report.microbatch) == (2, 3)

@@ -171,3 +171,17 @@ def test_a_split_made_in_inference_mode_can_be_trained(started):
         made.start(FIRST)
     built = made.split("split").specs[0].build(torch.device("cpu"))
     assert not any(parameter.is_inference() for parameter in built.parameters.values())
+
+
+def test_what_breaks_because_another_thread_closed_it_says_so(started):
+    made = a_life()
+    made.start(FIRST)
+
+    def closed_meanwhile() -> None:
+        with made.alone("train_step()"):
+            made.end("it was closed", for_good=True)
+            raise ValueError("I/O operation on closed epoll object")
+
+    with pytest.raises(PipelineClosed, match=r"was closed, by another thread, while train_step\(\) ran") as caught:
+        closed_meanwhile()
+    assert isinstance(caught.value.__cause__, ValueError)

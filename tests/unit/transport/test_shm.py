@@ -11,6 +11,7 @@ import torch
 
 from stageflow.errors import InputError, TransferTimeout, TransportError
 from stageflow.graph import Bundle
+from stageflow.testing.leaks import no_leaks
 from stageflow.testing.transport import SCENARIOS, check_transport
 from stageflow.transport.base import Tag
 from stageflow.transport.shm import ShmEndpoint, ShmHub, doorbell, layout, ordering
@@ -217,6 +218,12 @@ def test_a_closed_endpoint_keeps_no_memory_until_the_garbage_collector_comes():
             assert gone() is None
         finally:
             gc.enable()
+
+
+def test_an_endpoint_that_nobody_closes_leaves_no_descriptors():
+    with ShmHub.create(2, 1 << 20) as hub, no_leaks():
+        end = hub.attach(0)
+        del end
 
 
 def test_no_page_is_used_before_it_is_written():

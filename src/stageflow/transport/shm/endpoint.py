@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -76,6 +77,8 @@ class ShmEndpoint(Endpoint):
             self._poll.register(interrupt.fd, select.POLLIN)
         self._spin = _SHORT_SPIN
         self._open = True
+        self._release = weakref.finalize(self, _release, self._bells, self._peers)  # also if nobody closes it
+        self._release.atexit = False
         self._words[self._own_word + PROCESS] = os.getpid()
         self._words[self._own_word + STATE] = ATTACHED
 
@@ -142,10 +145,7 @@ class ShmEndpoint(Endpoint):
         self._inbox.clear()
         self._inlets.clear()
         self._outlets.clear()
-        self._peers.close()
-        for bell in self._bells:
-            with contextlib.suppress(OSError):
-                bell.close()
+        self._release()
 
     def _require_open(self) -> None:
         if not self._open:
@@ -219,3 +219,11 @@ class ShmEndpoint(Endpoint):
         if not rung or len(stirred) > 1 or self._interrupt.fd is None:
             self._interrupt.check()
             self._peers.look(self.rank)
+
+
+def _release(bells: Sequence[Doorbell], peers: Peers) -> None:
+    """Close the descriptors of an endpoint."""
+    peers.close()
+    for bell in bells:
+        with contextlib.suppress(OSError):
+            bell.close()

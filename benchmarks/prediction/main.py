@@ -110,9 +110,9 @@ def real(link: tuple[float, float], rounds: int) -> list[Case]:
 
 
 def _grown(plan: sf.Plan, model: nn.Module, x: Tensor) -> list[int]:
-    """Per worker, the most bytes that were resident in a step above what it had once built and what it got of the batch.
+    """Per worker, the most bytes that were resident in a step above what it had once built, without the batch.
 
-    The batch is input on the first worker and target on the last, so each of the two has all of it.
+    That is input on the worker of the first stage and target on that of the last.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # so that freed tensors are given back, and not kept by malloc
     try:
@@ -120,9 +120,11 @@ def _grown(plan: sf.Plan, model: nn.Module, x: Tensor) -> list[int]:
             pipe.state_dict()  # builds it
             built = [_resident(worker, "VmRSS") for worker in _workers()]
             spans(pipe, x, x, WARM_UP)
-            return [_resident(w, "VmHWM") - before - x.nbytes for w, before in zip(_workers(), built, strict=True)]
+            most = [_resident(worker, "VmHWM") for worker in _workers()]
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    ends = (plan.placement[0], plan.placement[-1])
+    return [a - b - x.nbytes * ends.count(w) for w, (a, b) in enumerate(zip(most, built, strict=True))]
 
 
 def _name(wanted: str, plan: sf.Plan) -> str:

@@ -106,8 +106,11 @@ class StageSpec(ABC):
     index: int
 
     @abstractmethod
-    def build(self, device: torch.device) -> StageProgram:
-        """Make the stage's program with its parameters and buffers on ``device``."""
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> StageProgram:
+        """Make the stage's program with its parameters and buffers on ``device``.
+
+        dtype: of those that are floating-point; None: as they are.
+        """
 
 
 class StageProgram(Protocol):

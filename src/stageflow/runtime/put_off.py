@@ -132,7 +132,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.put_off, ctx.leaves, ctx.transposed = put_off, leaves, transposed
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        y = F.linear(x, weight.t() if transposed else weight, bias)
+        # of more than two dimensions it is a view, which whoever comes next could not change in place
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Any:  # type: ignore[override]

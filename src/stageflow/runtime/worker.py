@@ -48,9 +48,7 @@ class Worker:
         programs = {}
         for spec in setup.specs:
             board.set(f"building stage {spec.index}")
-            programs[spec.index] = spec.build(self._device)
-            if setup.dtype is not None:
-                programs[spec.index].module.to(setup.dtype)
+            programs[spec.index] = spec.build(self._device, setup.dtype)
         self._programs = programs
         self._stages = {
             index: Stage(program, setup.graph, self._device, setup.options, self._generators, turns)

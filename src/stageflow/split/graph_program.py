@@ -76,7 +76,7 @@ class GraphSpec(StageSpec):
     weights: dict[str, Tensor] | DeferredModel
     training: bool = True
 
-    def build(self, device: torch.device) -> GraphProgram:
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> GraphProgram:
         weights = self.weights
         if isinstance(weights, DeferredModel):
             model = weights.materialise(set(self.state))
@@ -87,7 +87,7 @@ class GraphSpec(StageSpec):
                 module.register_parameter(_key(name), tensor)
             else:
                 module.register_buffer(_key(name), tensor)
-        return GraphProgram(self, module.to(device).train(self.training), device)
+        return GraphProgram(self, module.to(device, dtype).train(self.training), device)
 
 
 def _key(name: str) -> str:

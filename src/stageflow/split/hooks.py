@@ -51,8 +51,8 @@ class HookedSpec(StageSpec):
     inner: StageSpec
     hooks: dict[str, ParameterHooks]
 
-    def build(self, device: torch.device) -> StageProgram:
-        program = self.inner.build(device)
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> StageProgram:
+        program = self.inner.build(device, dtype)
         for name, hooks in self.hooks.items():
             hooks.put_on(program.parameters[name])
         return program

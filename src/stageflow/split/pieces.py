@@ -134,6 +134,7 @@ class _Watch(fx.Interpreter):
 
     def __init__(self, root: fx.GraphModule) -> None:
         super().__init__(root, garbage_collect_values=False)  # freed memory, used again, would look shared
+        self._operations: fx.Graph = root.graph
         self.seconds: dict[str, float] = {}
         self.nbytes: dict[str, int] = {}
         self.draws: set[str] = set()
@@ -159,6 +160,15 @@ class _Watch(fx.Interpreter):
         self.aliases.update((n.name, name) for name, tensor, _ in inputs if _memory(tensor) in memory)
         self.writes.update((n.name, name) for name, tensor, version in inputs if tensor._version != version)
         return result
+
+    def run(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As torch's own, whose bar of progress, shown or not, leaves a thread behind."""
+        graph = self._operations
+        self.env = {}
+        self.args_iter = iter(graph.process_inputs(*args))
+        for node in graph.nodes:
+            self.env[node] = self.run_node(node)
+        return graph.process_outputs(self.env[graph.output_node()])
 
     def _held(self, node: fx.Node) -> list[Tensor]:
         return _tensors(self.env[node])

@@ -56,7 +56,7 @@ class SequenceSpec(StageSpec):
     classes: dict[str, type]
     weights: Given | DeferredModel
 
-    def build(self, device: torch.device) -> SequenceProgram:
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> SequenceProgram:
         weights = self.weights
         if isinstance(weights, DeferredModel):
             model = weights.materialise(set(self.first_names.values()))
@@ -65,7 +65,7 @@ class SequenceSpec(StageSpec):
                 {name: tensor_named(model, name) for name in self.loose},
             )
         stage = nn.ModuleList([*weights.modules, _holder(weights.loose)])
-        return SequenceProgram(self, stage.to(device))
+        return SequenceProgram(self, stage.to(device, dtype))
 
 
 def _holder(loose: dict[str, Tensor]) -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stageflow.errors import InputError, ScheduleError
+from stageflow.errors import InputError, ScheduleError, SplitError
 from stageflow.graph import StageGraph
 from stageflow.runtime.batch import TARGET
 from stageflow.runtime.command import WorkerSetup
@@ -18,6 +18,8 @@ from stageflow.train.planned import AUTO, recompute_of
 from stageflow.transport.structure import flatten
 
 if TYPE_CHECKING:
+    import torch
+
     from stageflow.plan import Plan
 
 MANY = 1024  # micro-batches
@@ -200,6 +202,8 @@ class Blueprint:
         split = self._split
         assert split is not None
         schedule = self.outline
+        if split.way == "export":
+            _check_captured(split, shared["dtype"])
         options: StageOptions = shared["options"]
         if self.plan is not None and options.recompute is None:
             shared["options"] = replace(options, recompute=recompute_of(self.plan))
@@ -234,3 +238,13 @@ class Blueprint:
             ):
                 return True
         return False
+
+
+def _check_captured(split: Split, dtype: torch.dtype | None) -> None:
+    """Raises SplitError where a captured model is to have another dtype than it was captured with."""
+    for name, info in split.tensors.items():
+        if dtype not in (None, info.dtype) and info.dtype.is_floating_point:
+            raise SplitError(
+                f"dtype={dtype} with a model split by export, where {name!r} is {info.dtype}: a captured graph keeps "
+                f"the dtypes it was captured with; convert the model first, model.to({dtype}), and give inputs to match"
+            )

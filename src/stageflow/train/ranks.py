@@ -45,7 +45,7 @@ class _Elsewhere(StageSpec):
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def build(self, device: torch.device) -> StageProgram:
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> StageProgram:
         raise SplitError(f"stage {self.index} is held by another rank")
 
 

@@ -126,6 +126,7 @@ CASES: dict[str, Build] = {
         Magnitude(nn.Conv1d(2, 3, 2, dtype=torch.complex64)),
         torch.randn(4, 2, 6, dtype=torch.complex64),
     ),
+    "changed in place": lambda: (nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True)), torch.randn(4, 3, 6)),
     "mapped": lambda: (Mapped(), torch.randn(4, 6)),
 }
 

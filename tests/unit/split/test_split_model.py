@@ -112,7 +112,7 @@ class Spec(StageSpec):
     def __init__(self, index):
         self.index = index
 
-    def build(self, device):
+    def build(self, device, dtype=None):
         raise AssertionError
 
 

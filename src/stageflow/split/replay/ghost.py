@@ -54,10 +54,10 @@ class Ghost(Tensor):
         """Everything is done in __new__; Tensor's own would refuse the arguments."""
 
     @classmethod
-    def of(cls, key: str, tensor: Tensor, device: torch.device) -> Ghost:
-        """A ghost that looks like ``tensor``, on ``device``."""
+    def of(cls, key: str, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Ghost:
+        """A ghost that looks like ``tensor``, on ``device``; dtype: its own, if another."""
         is_parameter = isinstance(tensor, nn.Parameter)
-        return cls(key, tuple(tensor.shape), tensor.dtype, device, tensor.requires_grad, is_parameter)
+        return cls(key, tuple(tensor.shape), dtype or tensor.dtype, device, tensor.requires_grad, is_parameter)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,14 +46,14 @@ class ReplaySpec(StageSpec):
         if isinstance(self.model, bytes):
             self.model = unpack(self.model)
 
-    def build(self, device: torch.device) -> StageProgram:
+    def build(self, device: torch.device, dtype: torch.dtype | None = None) -> StageProgram:
         model = self.model
         if isinstance(model, DeferredModel):
             model = model.materialise(self.held)
             haunt(model, self.held, self.first_names, device)
         if self.without_cache:
             switch_cache_off(model)
-        _move(model, device)
+        _move(model, device, dtype)
         return ReplayProgram(self.part, model, self.first_names, device)
 
 
@@ -86,23 +86,26 @@ def switch_cache_off(model: nn.Module) -> bool:
     return found
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move what is real; make the ghosts anew, whose device can't be changed."""
+def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move and convert what is real; make the ghosts anew, which can't be changed."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
-                if tensor is None or tensor.device == device:
+                if tensor is None:
+                    continue
+                wanted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+                if tensor.device == device and tensor.dtype == wanted:
                     continue
                 if id(tensor) not in moved:
-                    moved[id(tensor)] = _moved(tensor, device)
+                    moved[id(tensor)] = _moved(tensor, device, wanted)
                 table[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, Ghost):
-        return Ghost.of(tensor.key, tensor, device)
+        return Ghost.of(tensor.key, tensor, device, dtype)
     if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device, dtype)
         return tensor
-    return tensor.to(device)
+    return tensor.to(device, dtype)

@@ -12,8 +12,11 @@ FREE_OF_TORCH = [
     "stageflow.observe",
     "stageflow.schedule",
     "stageflow.plan",
+    "stageflow.plan.bounds",
     "stageflow.plan.make",
     "stageflow.plan.page",
+    "stageflow.plan.partition",
+    "stageflow.plan.search",
     "stageflow.launch.supervisor",
     "stageflow.cli",
 ]

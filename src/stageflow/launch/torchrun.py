@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from stageflow.errors import LaunchError, PipelineClosed, StageFailed, TransportError, WorkerDied, WorkerHung
 from stageflow.launch.agreement import Decision, Patience, Record, Trouble, decide, failing
@@ -258,7 +259,11 @@ def join_torchrun(devices: str | Sequence[str] = "auto", facts: Mapping[str, Any
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(local + 1)))
     device = choose_devices(local_size, devices)[local]
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+        store, rank, size = next(rendezvous("env://"))
+        # torchrun keeps the store when it starts the ranks again, and with it the addresses of those that are dead
+        life = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=life, rank=rank, world_size=size)
         # kept until the process ends: a second group of one job would meet the first one's addresses in the store
         atexit.register(_leave)
     base = distributed_c10d._get_default_store()

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from stageflow.errors import InputError
+from stageflow.errors import FrameError, InputError
 from stageflow.graph import Bundle
 from stageflow.transport.structure import flatten, unflatten
 
@@ -156,6 +156,22 @@ class Batch:
         return cls(tensors, BatchLayout.from_plain(bundle.meta["layout"]), classes)
 
 
+def check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InputError for tensors of a batch that can't go to a worker."""
+    for leaf, tensor in tensors.items():
+        if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+            kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            _refuse(leaf.partition("/")[0].removeprefix("="), tensor, kind)
+
+
+def _refuse(name: str, tensor: Tensor, kind: str) -> NoReturn:
+    place = f"positional argument {name}" if name.isdigit() else repr(name)
+    raise InputError(
+        f"{place} of the batch holds a {kind} tensor of {tensor.dtype}; expected a dense one with values, of which the "
+        "model itself can make another kind"
+    )
+
+
 def _cut(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
     part = tensor.narrow(dim, start, size)
     return part if part.requires_grad else part.data
@@ -186,8 +202,13 @@ def cut_batch(
     if target is not None:
         entries.append((TARGET, TARGET, target))
     for slot, name, value in entries:
-        flat, slots[slot] = flatten(value, classes)
+        try:
+            flat, slots[slot] = flatten(value, classes, where=f"the batch's {name!r}")
+        except FrameError as error:
+            raise InputError(str(error)) from None
         for leaf, tensor in flat.items():
+            if tensor.is_nested:  # it has no size to cut by
+                _refuse(name, tensor, "nested")
             tensors[f"{slot}/{leaf}"] = tensor.detach() if not tensor.requires_grad else tensor
             names[f"{slot}/{leaf}"] = name
     known = {name for _, name, _ in entries} | {slot for slot, _, _ in entries if slot.isdigit()}

@@ -151,6 +151,8 @@ class Executor:
                 if kind == "F" and step.train:
                     in_flight = sum(each.in_flight for each in self._stages.values())
                     outcome.peak_in_flight = max(outcome.peak_in_flight, in_flight)
+            for each in self._stages.values():
+                each.check_losses()
         except BaseException as error:
             if action is not None:
                 _locate(error, action)

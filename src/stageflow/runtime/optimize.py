@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,10 @@ class StageOptimizer:
                 f"optimizer= gave a {type(self.optimizer).__name__}; expected a function that takes parameters and "
                 "returns a torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
             )
+        _check_step(self.optimizer, "optimizer")
         self.scheduler = options.lr_scheduler(self.optimizer) if options.lr_scheduler else None
+        if options.lr_scheduler is not None:
+            _check_step(self.scheduler, "lr_scheduler")
 
     def step(self) -> None:
         """One update, and one step of the learning-rate scheduler."""
@@ -105,6 +109,25 @@ class StageOptimizer:
             saved = [plain["schedulers"].get(self.names[group["params"][0]]) for group in raw["param_groups"]]
             if all(saved):
                 self.scheduler.load_state_dict(join(saved))
+
+
+def _check_step(made: Any, argument: str) -> None:
+    """Raise InputError, before any training, for what can't be stepped as a pipeline does: ``step()``."""
+    step = getattr(made, "step", None)
+    if not callable(step):
+        raise InputError(
+            f"{argument}= gave a {type(made).__name__}, which has no step(); expected a function that returns what it "
+            "makes, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)"
+        )
+    try:
+        inspect.signature(step).bind()
+    except TypeError as error:
+        raise InputError(
+            f"{argument}= gave a {type(made).__name__}, whose step() can't be called without arguments ({error}); a "
+            "pipeline has no closure that runs the model again and no metric to give: take one that needs neither"
+        ) from None
+    except ValueError:  # written in C, without a signature
+        return
 
 
 def _grouped(

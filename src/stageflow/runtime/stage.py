@@ -122,6 +122,7 @@ class Stage:
         self._prepared = False
         self._saved_buffers = SavedBuffers(program)
         self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
+        self._losses = self._detached = 0  # in the backwards of this step; those without a gradient
 
     def prepare_split_backward(self) -> None:
         """Make the layers able to put weight gradients off; before the first schedule that has I and W."""
@@ -281,6 +282,9 @@ class Stage:
     def _backward(self, kept: Kept, gradients: Mapping[int, Bundle], weight: float) -> dict[int, Bundle]:
         if kept.again is not None:
             kept = kept.again()
+        if kept.loss is not None:
+            self._losses += 1
+            self._detached += not kept.loss.requires_grad and (self._trains or any(kept.leaves.values()))
         roots: dict[int, tuple[Tensor, Tensor]] = {}  # a value that several stages use gets the sum
         for consumer, bundle in gradients.items():
             sent = kept.outputs.get(consumer, {})
@@ -303,6 +307,15 @@ class Stage:
             leaves = kept.leaves.get(producer, {})
             bundles[producer] = Bundle({name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
         return bundles
+
+    def check_losses(self) -> None:
+        """After a step's backwards: raise InputError if there was a gradient to be had and no loss gave one."""
+        losses, detached, self._losses, self._detached = self._losses, self._detached, 0, 0
+        if losses and losses == detached:
+            raise InputError(
+                "the loss depends on no parameter, so that nothing would be trained: expected a loss with a gradient "
+                "(requires_grad) of the output; was it detached, made by .item() or torch.tensor(), or under no_grad?"
+            )
 
     def _check_finite(self, result: StageResult, loss: Tensor | None, microbatch: int) -> None:
         values = {
@@ -327,6 +340,7 @@ class Stage:
     def clear(self) -> None:
         """Drop what an interrupted step left behind."""
         self._kept.clear()
+        self._losses = self._detached = 0
         self.put_off.pending = None
 
     def _keeping_buffers(self) -> AbstractContextManager[Any]:

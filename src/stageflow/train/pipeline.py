@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stageflow.errors import CheckpointError, InputError
-from stageflow.runtime.batch import TARGET, Batch, MicroBatch, cut_batch, merge_outputs
+from stageflow.runtime.batch import TARGET, Batch, MicroBatch, check_values, cut_batch, merge_outputs
 from stageflow.runtime.command import StepCommand
 from stageflow.runtime.loss import LossFunction, takes_target
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
@@ -335,6 +335,7 @@ class Pipeline:
         if target is not None and self._model_takes_target:
             kwargs, target = {**kwargs, TARGET: target}, None
         batch = cut_batch(args, kwargs, target, self.microbatches, self._batch_dims, self._positional)
+        check_values(batch.tensors)
         sizes = batch.layout.sizes
         if len(sizes) < self.microbatches:
             warnings.warn(

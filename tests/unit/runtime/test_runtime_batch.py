@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stageflow.errors import InputError
-from stageflow.runtime.batch import Batch, cut_batch, merge_outputs, split_sizes
+from stageflow.runtime.batch import Batch, check_values, cut_batch, merge_outputs, split_sizes
 
 
 @dataclass
@@ -116,3 +116,14 @@ def test_outputs_that_do_not_fit_together_are_refused() -> None:
         merge_outputs([torch.zeros(5, 2), torch.zeros(7, 2)], (3, 1))
     with pytest.raises(InputError, match="differ"):
         merge_outputs([{"a": 1}, {"a": 2}], (2, 2))
+
+
+def test_what_can_not_go_to_a_worker_is_told_by_the_argument_that_holds_it() -> None:
+    x = torch.ones(4, 2)
+    with pytest.raises(InputError, match=r"the batch's 'names'\['a'\]\[0\] is a builtins.object"):
+        cut_batch((x,), {"names": {"a": [object()]}}, None, 2, {})
+    with pytest.raises(InputError, match=r"'rows' of the batch holds a nested tensor"):
+        cut_batch((x,), {"rows": torch.nested.nested_tensor([x[:1], x], layout=torch.jagged)}, None, 2, {})
+    for kind, tensor in (("torch.sparse_coo", x.to_sparse()), ("meta", x.to("meta"))):
+        with pytest.raises(InputError, match=rf"positional argument 0 of the batch holds a {kind} tensor"):
+            check_values(cut_batch((tensor,), {}, None, 2, {}).tensors)

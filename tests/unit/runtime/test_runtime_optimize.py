@@ -142,3 +142,16 @@ def test_all_workers_agree_on_the_same_sum(workers):
         thread.join()
     assert len(set(sums.values())) == 1
     assert sums[0] == pytest.approx(sum(0.1 * (rank + 1) for rank in range(workers)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.LBFGS}, "optimizer= gave a LBFGS, whose step.. can't be called without arguments"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "lr_scheduler= gave a ReduceLROnPlateau, whose"),
+        ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler= gave a NoneType, which has no step"),
+    ],
+)
+def test_what_can_not_be_stepped_is_refused_before_any_training(options: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        StageOptimizer(parameters("a"), OptimizerOptions(**{"optimizer": ADAM, **options}))

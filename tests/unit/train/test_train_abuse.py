@@ -395,3 +395,29 @@ def test_a_path_that_only_other_shapes_take_is_told_with_what_it_needs():
     with make(_LooksBackWhenLong(), example=(long,)) as pipe:
         assert pipe.evaluate(long, target=long).isfinite()
         assert pipe.train_step(short, target=short).isfinite()
+
+
+@pytest.mark.parametrize("recompute", [None, "stage"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_loss_without_a_gradient_is_refused_before_the_update(schedule: str, recompute: Any) -> None:
+    """torch says so in backward(); silence would be a training that does nothing."""
+    with make(loss=lambda o, t: F.mse_loss(o, t).detach(), schedule=schedule, recompute=recompute) as pipe:
+        with pytest.raises(StageFailed, match="the loss depends on no parameter"):
+            pipe.train_step(X, target=Y)
+        assert pipe.usable
+        assert pipe.evaluate(X, target=Y) > 0
+
+
+def test_one_micro_batch_may_have_a_loss_without_a_gradient() -> None:
+    """One that has no words to predict, say."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) if target.any() else torch.zeros(())
+
+    target = torch.tensor([[0.0], [0.0], [1.0], [1.0]]).expand(4, 4)
+    with make(loss=loss) as pipe:
+        pipe.train_step(X, target=target)
+        assert all(gradient is not None for gradient in pipe.gradients().values())
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    with make(frozen) as pipe:
+        assert pipe.train_step(X, target=target) > 0

@@ -400,7 +400,7 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(tmp_pa
         {"loader": 5},
         {"loader": by_number, "steps": None},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_arguments_that_can_not_be(options):
     with pipeline() as pipe:

@@ -166,5 +166,9 @@ def _entry(note: Path) -> ShardEntry:
 
 
 def _bytes_in(directory: Path) -> int:
+    total = 0
     with os.scandir(directory) as entries:
-        return sum(entry.stat().st_size for entry in entries)
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # a writer gave it its final name meanwhile
+                total += entry.stat().st_size
+    return total

@@ -1,5 +1,6 @@
 """A save in the background: complete or not at all, whoever ends first."""
 
+import contextlib
 import errno
 import os
 import threading
@@ -47,6 +48,22 @@ def test_it_is_there_when_all_writers_are_through(tmp_path, save):
     assert told == [5]
     assert load_weights(tmp_path / "run")["v"].tolist() == [0.0, 1.0, 2.0]
     assert open_checkpoint(tmp_path / "run").extra == {"a": 1}
+
+
+def test_a_file_that_gets_its_final_name_while_bytes_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "there").write_bytes(b"12345")
+    (tmp_path / "renamed").write_bytes(b"123")
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def slow(directory):
+        with scan(directory) as entries:
+            found = list(entries)
+        (tmp_path / "renamed").unlink()
+        yield iter(found)
+
+    monkeypatch.setattr(module.os, "scandir", slow)
+    assert module._bytes_in(tmp_path) == 5
 
 
 @pytest.mark.usefixtures("no_leavings")

@@ -3,7 +3,7 @@
     worker      what a worker serves: build, step, state; command, what it is told and says; state, what it holds
     executor    follows the list: a table from the kind of an action to what it does
     stage       one stage's F, B, I and W, and what is kept between them
-    batch       a batch, and the micro-batches it is cut into
+    batch       a batch, and the micro-batches it is cut into; outputs, how theirs become the batch's
     entry       where received tensors enter a stage's autograd graph; loss, where that graph ends
     put_off     weight gradients that wait from I to W
     recompute   activations that are computed again, layer by layer (whole stages: see stage)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from stageflow.errors import CheckpointError, InputError
-from stageflow.runtime.batch import TARGET, Batch, MicroBatch, check_values, cut_batch, merge_outputs
+from stageflow.runtime.batch import TARGET, Batch, MicroBatch, check_values, cut_batch
 from stageflow.runtime.command import StepCommand
 from stageflow.runtime.loss import LossFunction, takes_target
 from stageflow.runtime.optimize import GroupOptions, OptimizerFactory, OptimizerOptions, SchedulerFactory
+from stageflow.runtime.outputs import merge_outputs
 from stageflow.runtime.stage import Recompute, StageOptions
 from stageflow.runtime.state import StateKind
 from stageflow.schedule import Schedule
@@ -220,12 +221,15 @@ class Pipeline:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for a batch, whole, in eval mode, without gradients; arguments as in `train_step`.
 
-        Outputs of micro-batches are joined along their first dimension; a scalar is the mean weighted by samples.
+        Outputs of micro-batches are joined along their first dimension, or along another that `batch_dims` names:
+        where they have the size of the micro-batch. Else a floating-point scalar is the mean weighted by samples, what
+        is the same in all stays as it is, and tensors with several rows per sample, where all inputs are cut along
+        their first dimension, are joined along it. Raises InputError for what can't be put together.
         """
         with self._life.alone("predict()"):
             command, batch = self._prepare("predict", args, kwargs, None)
             outputs = self._run(command, batch).outputs
-        return merge_outputs(outputs, batch.layout.sizes)
+        return merge_outputs(outputs, batch.layout.sizes, set(batch.layout.cut.values()))
 
     __call__ = predict
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stageflow.errors import InputError
-from stageflow.runtime.batch import Batch, check_values, cut_batch, merge_outputs, split_sizes
+from stageflow.runtime.batch import Batch, check_values, cut_batch, split_sizes
+from stageflow.runtime.outputs import merge_outputs
 
 
 @dataclass
@@ -114,8 +115,27 @@ def test_outputs_are_joined() -> None:
 def test_outputs_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(InputError, match="microbatches=1"):
         merge_outputs([torch.zeros(5, 2), torch.zeros(7, 2)], (3, 1))
+    with pytest.raises(InputError, match="microbatches=1"):  # padded to different lengths
+        merge_outputs([torch.zeros(2, 5), torch.zeros(2, 7)], (2, 2))
     with pytest.raises(InputError, match="differ"):
         merge_outputs([{"a": 1}, {"a": 2}], (2, 2))
+
+
+def test_outputs_are_joined_along_the_dimension_that_the_inputs_are_cut_along() -> None:
+    x = torch.arange(48.0).reshape(8, 2, 3)
+    assert torch.equal(merge_outputs([x[:, :1], x[:, 1:]], (1, 1), {1}), x)
+    assert torch.equal(merge_outputs(list(x.split([3, 3, 2])), (3, 3, 2), {1}), x), "the first dimension is the batch"
+    with pytest.raises(InputError, match=r"dimensions 0 and 1.*micro-batches of another size"):
+        merge_outputs(list(torch.zeros(2, 4, 3).split(2, 1)), (2, 2), {1})
+    with pytest.raises(InputError, match=r"cut along dimension 1: nothing to join along"):
+        merge_outputs([torch.zeros(8, 3), torch.ones(8, 3)], (2, 2), {1})
+
+
+def test_a_constant_output_is_not_repeated() -> None:
+    table = torch.arange(16.0).reshape(8, 2)
+    for dims in ({0}, {1}):
+        assert torch.equal(merge_outputs([table, table.clone()], (4, 4), dims), table)
+    assert torch.equal(merge_outputs([table, table + 1], (4, 4)), torch.cat([table, table + 1])), "rows of samples"
 
 
 def test_what_can_not_go_to_a_worker_is_told_by_the_argument_that_holds_it() -> None:

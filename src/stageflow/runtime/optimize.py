@@ -164,9 +164,14 @@ def _plain_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
     return {k: v for k, v in scheduler.state_dict().items() if isinstance(v, kept) and not k.startswith("_get_lr")}
 
 
+def entries(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; of a sparse one, as of an embedding, those that are stored, each index once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
     """Sum of squares of all gradients."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [entries(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
     norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
@@ -177,7 +182,8 @@ def clip(parameters: Iterable[nn.Parameter], total_norm: float, max_norm: float)
     """Scale gradients as `torch.nn.utils.clip_grad_norm_` does for a norm of `total_norm`."""
     factor = max_norm / (total_norm + 1e-6)
     if factor < 1.0 or math.isnan(factor):
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        # of a sparse gradient all that is stored, an index that stands twice included: it is scaled where it lies
+        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 

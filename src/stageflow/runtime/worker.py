@@ -16,7 +16,7 @@ from stageflow.observe.recorder import Recorder
 from stageflow.runtime.batch import Batch
 from stageflow.runtime.command import StepCommand, StepReport, WorkerSetup
 from stageflow.runtime.executor import Board, Executor, Order, Step
-from stageflow.runtime.optimize import agree, clip, squared_norm
+from stageflow.runtime.optimize import agree, clip, entries, squared_norm
 from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.shared import SharedWeights
 from stageflow.runtime.stage import Stage
@@ -117,7 +117,7 @@ class Worker:
         except BaseException:
             self._executor.reset()
             raise
-        finally:
+        if train:
             self._events = self._recorder.drain()
         return report
 
@@ -150,7 +150,7 @@ class Worker:
         """Before anybody updates, so that all stages skip an overflow in one of them."""
         for stage, owned in self._state.owned.items():
             for name, parameter in owned.items():
-                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                if parameter.grad is not None and not bool(torch.isfinite(entries(parameter.grad)).all()):
                     raise PipelineError(
                         f"stage {stage}: the gradient of {name!r} holds NaN or infinity (check_finite=True); no stage "
                         "has updated",
@@ -170,8 +170,8 @@ class Worker:
             norm = report.grad_norm = square**0.5
             clip(self._state.trained, norm, limit)
         for optimizer in self._state.optimizers.values():
+            report.learning_rates += optimizer.learning_rates  # the step moves the scheduler on
             optimizer.step()
-            report.learning_rates += optimizer.learning_rates
         if self._shared:
             self._shared.spread_values(self._endpoint, number, setup.timeout)
         self._recorder.record(-1, "update", -1, start, self._recorder.clock())
@@ -236,7 +236,7 @@ class Worker:
         return self._state.memory()
 
     def events(self) -> list[Event]:
-        """What happened here in the last step."""
+        """What happened here in the last training step that went through."""
         return self._events
 
 

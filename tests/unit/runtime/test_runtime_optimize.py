@@ -119,6 +119,18 @@ def test_the_norm_and_the_clipping_are_those_of_torch():
     assert squared_norm([ours["without"]]) == 0.0
 
 
+def test_the_norm_and_the_clipping_of_a_sparse_gradient_are_those_of_the_dense_one():
+    indices, values = torch.tensor([[2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0])  # an index twice, as from micro-batches
+    ours = parameters("sparse", "dense")
+    with_gradients(ours)
+    ours["sparse"].grad = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True)
+    dense = ours["sparse"].grad.to_dense()
+    norm = squared_norm(ours.values()) ** 0.5
+    assert norm == pytest.approx(float(torch.cat([dense, ours["dense"].grad]).norm()))
+    clip(ours.values(), norm, 1.0)
+    torch.testing.assert_close(ours["sparse"].grad.to_dense(), dense / (norm + 1e-6))
+
+
 def test_a_norm_within_the_limit_changes_nothing():
     named = parameters("a")
     with_gradients(named)

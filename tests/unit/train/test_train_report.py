@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stageflow as sf
+from stageflow.errors import StageFailed
 from stageflow.runtime.command import StepReport
 from stageflow.schedule import build_schedule
 from stageflow.train.report import StepView, expected_bubble
@@ -104,3 +105,49 @@ def test_a_steps_view_compares_what_was_with_what_the_schedule_gives():
     assert view.measured.bubble == pytest.approx(view.predicted.bubble)
     assert view.measured.span == pytest.approx(9.0)
     assert (view.grad_norm, view.learning_rates) == (2.0, [0.1, 0.2])
+
+
+@pytest.mark.parametrize("call", ["predict", "evaluate"])
+def test_the_last_step_is_still_the_last_training_step_after_a_call_of_another_kind(call):
+    with make() as pipe:
+        pipe.train_step(X, target=Y)
+        pipe.predict(X) if call == "predict" else pipe.evaluate(X, target=Y)
+        events = pipe.last_step.events
+    assert {event.kind for event in events} >= {"F", "B", "update"}
+
+
+def test_the_last_step_is_still_the_last_good_one_after_one_that_failed():
+    with make() as pipe:
+        pipe.train_step(X, target=Y)
+        with pytest.raises(StageFailed):
+            pipe.train_step(X, target=torch.zeros(8, 3))
+        events = pipe.last_step.events
+    assert sum(event.kind == "B" for event in events) == 2 * 4
+
+
+def test_a_steps_learning_rates_are_those_that_it_used():
+    halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    with make(lr_scheduler=halving) as pipe:
+        rates = []
+        for _ in range(2):
+            pipe.train_step(X, target=Y)
+            rates.append(pipe.last_step.learning_rates)
+    assert rates == [[0.1, 0.1], [0.05, 0.05]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_grad_norm": 0.01}, {"check_finite": True}], ids=lambda given: next(iter(given))
+)
+def test_a_sparse_gradient_is_checked_and_clipped_as_a_dense_one(options):
+    tokens = torch.tensor([1, 1, 2, 3, 1, 0, 0, 2])
+    trained, norms = [], []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 4))
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        with sf.Pipeline(model, 2, 4, loss=F.mse_loss, optimizer=optimizer, launch="threads", **options) as pipe:
+            pipe.train_step(tokens, target=Y)
+            trained.append(pipe.state_dict())
+            norms.append(pipe.last_step.grad_norm)
+    assert norms[1] == pytest.approx(norms[0])
+    torch.testing.assert_close(trained[1], trained[0])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, cast
 
 from stageflow.errors import InputError
 from stageflow.graph import StageGraph
+from stageflow.schedule.costs import Costs
 from stageflow.schedule.families import FAMILIES, Family
 from stageflow.schedule.placement import place
 from stageflow.schedule.schedule import Schedule
@@ -52,12 +54,21 @@ def build_schedule(
     if family is None:
         raise InputError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
     for word, count in (("stages", stages), ("microbatches", microbatches)):
-        if count < 1:
-            raise InputError(f"schedule {name!r} needs {word} >= 1, got {count}")
+        if not _is_whole(count) or count < 1:
+            raise InputError(f"schedule {name!r} needs a whole number of {word} >= 1, got {count!r}")
+    if workers is not None and (not _is_whole(workers) or workers < 1):
+        raise InputError(f"schedule {name!r} needs a whole number of workers >= 1, or None, got {workers!r}")
+    if not (placement is None or isinstance(placement, str) or all(map(_is_whole, placement))):
+        raise InputError(f"placement must be a name or one worker number per stage, got {placement!r}")
+    _check_graph(graph, stages)
     unknown = sorted(set(options) - set(family.options))
     if unknown:
         takes = ", ".join(family.options) or "none"
         raise InputError(f"schedule {name!r} has no option {unknown[0]!r}; its options: {takes}")
+    for option, value in options.items():
+        fits, expected = _OPTIONS[option]
+        if value is not None and not fits(value):
+            raise InputError(f"option {option!r} of schedule {name!r} must be {expected}, got {value!r}")
     graph = graph or StageGraph.chain(stages)
     if graph.n_stages != stages:
         raise InputError(f"schedule {name!r}: the graph has {graph.n_stages} stages, but stages={stages}")
@@ -71,6 +82,29 @@ def build_schedule(
         return _two_way(name, family, graph, placed, microbatches)
     orders = family.build(graph, placed, microbatches, **options)
     return Schedule(name, graph, placed, microbatches * options.get("steps", 1), orders, versions=family.versions)
+
+
+def _check_graph(graph: object, stages: int) -> None:
+    if graph is not None and not isinstance(graph, StageGraph):
+        raise InputError(f"graph must be a StageGraph, such as StageGraph.chain({stages}), got {graph!r}")
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _is_memory(value: object) -> bool:
+    return _is_whole(value) or (isinstance(value, list | tuple) and all(map(_is_whole, cast(Sequence[object], value))))
+
+
+# what each option takes, and how an error says so
+_OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "costs": (lambda value: isinstance(value, Costs), "a Costs"),
+    "split": (lambda value: isinstance(value, bool), "True or False"),
+    "memory": (_is_memory, "a whole number of activations, or one per worker"),
+    "group": (_is_whole, "a whole number of micro-batches"),
+    "steps": (_is_whole, "a whole number"),
+}
 
 
 def _two_way(name: str, family: Family, graph: StageGraph, placed: tuple[int, ...], microbatches: int) -> Schedule:

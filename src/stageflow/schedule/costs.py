@@ -80,6 +80,12 @@ class Costs:
                 raise InputError(f"costs.{name} has a time that is negative or not finite: {link}")
 
 
+def check_costs(given: object) -> None:
+    """Raise InputError for what is no `Costs`."""
+    if not isinstance(given, Costs):
+        raise InputError(f"costs must be a Costs, such as Costs(forward=1.0, backward=2.0), got {given!r}")
+
+
 def at_stage(given: PerStage, stage: int) -> float:
     """The number of one stage."""
     return given[stage] if isinstance(given, Sequence) else given

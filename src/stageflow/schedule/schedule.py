@@ -181,7 +181,9 @@ class Schedule:
 
         Placement and number of micro-batches are those of the actions. graph: default a chain.
         """
-        parsed = [notation.parse_actions(order) if isinstance(order, str) else tuple(order) for order in orders]
+        if isinstance(orders, str):
+            raise ScheduleError(f"orders is one text, {orders[:40]!r}; expected a list with one for each worker")
+        parsed = [notation.as_actions(order) for order in orders]
         placement = notation.placement_of(parsed)
         microbatches = 1 + max((action.microbatch for order in parsed for action in order), default=0)
         return cls(name, graph or StageGraph.chain(len(placement)), placement, microbatches, tuple(parsed))

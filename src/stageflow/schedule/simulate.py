@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stageflow.schedule.actions import KINDS, Action
-from stageflow.schedule.costs import Costs, at_stage
+from stageflow.schedule.costs import Costs, at_stage, check_costs
 from stageflow.schedule.rules import feeds
 from stageflow.schedule.simulation import Simulation, Times
 from stageflow.schedule.walk import walk
@@ -30,6 +30,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
     Raises InputError when the costs don't fit the stages, ScheduleError when the schedule deadlocks.
     """
+    check_costs(costs)
     costs.check(schedule.n_stages, schedule.graph.edges)
     placement, stages = schedule.placement, range(schedule.n_stages)
     seconds = {(kind, stage): costs.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages}

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
 
 from stageflow.errors import ScheduleError
-from stageflow.schedule.actions import Action, Kind, Orders
+from stageflow.schedule.actions import KINDS, Action, Kind, Orders
 
 if TYPE_CHECKING:
     from stageflow.schedule.costs import Costs
@@ -47,6 +47,23 @@ def parse_action(text: str) -> Action:
 def parse_actions(text: str) -> tuple[Action, ...]:
     """One worker's order, actions separated by blanks: ``parse_actions("0F0 0F1 0B0 0B1")``."""
     return tuple(parse_action(word) for word in text.split())
+
+
+def as_actions(order: str | Iterable[str | Action]) -> tuple[Action, ...]:
+    """One worker's order, in the notation, or as Actions or single ones in the notation."""
+    if isinstance(order, str):
+        return parse_actions(order)
+    try:
+        actions = iter(order)
+    except TypeError:
+        raise ScheduleError(
+            f"{order!r} is no order: expected the actions of one worker, such as '0F0 0F1 0B0 0B1'"
+        ) from None
+    return tuple(action if _is_action(action) else parse_action(str(action)) for action in actions)
+
+
+def _is_action(value: object) -> TypeGuard[Action]:
+    return isinstance(value, Action) and value.kind in KINDS and value.stage >= 0 and value.microbatch >= 0
 
 
 def print_actions(actions: Iterable[object]) -> str:

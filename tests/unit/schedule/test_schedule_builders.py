@@ -190,8 +190,8 @@ def test_split_is_told_per_stage() -> None:
     ("arguments", "says"),
     [
         ({"name": "2f2b"}, "unknown schedule '2f2b'; known: gpipe, 1f1b, eager_1f1b, interleaved_1f1b"),
-        ({"stages": 0}, "needs stages >= 1, got 0"),
-        ({"microbatches": 0}, "needs microbatches >= 1, got 0"),
+        ({"stages": 0}, "whole number of stages >= 1, got 0"),
+        ({"microbatches": 0}, "whole number of microbatches >= 1, got 0"),
         ({"workers": 3}, "3 workers for 2 stages.*choose from 1 to 2 workers"),
         ({"graph": StageGraph.chain(3)}, "the graph has 3 stages, but stages=2"),
         ({"memory": 3}, "'1f1b' has no option 'memory'; its options: costs"),
@@ -224,3 +224,23 @@ def test_impossible_requests_are_refused_with_what_would_work(arguments: dict[st
 
 def test_actions_are_small_tuples() -> None:
     assert build_schedule("gpipe", stages=1, microbatches=1).orders == ((Action("F", 0, 0), Action("B", 0, 0)),)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"stages": "4"}, "whole number of stages >= 1, got '4'"),
+        ({"stages": 4.0}, "whole number of stages >= 1, got 4.0"),
+        ({"microbatches": None}, "whole number of microbatches >= 1, got None"),
+        ({"microbatches": True}, "whole number of microbatches >= 1, got True"),
+        ({"workers": 0}, "whole number of workers >= 1, or None, got 0"),
+        ({"placement": ["a", "b", "c", "d"]}, "one worker number per stage, got"),
+        ({"graph": "chain"}, "graph must be a StageGraph"),
+        ({"costs": 3}, "option 'costs' of schedule 'greedy' must be a Costs, got 3"),
+        ({"memory": "4"}, "option 'memory' of schedule 'greedy' must be a whole number of activations"),
+        ({"split": "maybe"}, "option 'split' of schedule 'greedy' must be True or False, got 'maybe'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(changed, message):
+    with pytest.raises(InputError, match=message):
+        build_schedule("greedy", **{"stages": 4, "microbatches": 4, **changed})

@@ -102,3 +102,22 @@ def test_from_orders_refuses_a_stage_on_two_workers_or_left_out() -> None:
         Schedule.from_orders(["0F0", "0B0"])
     with pytest.raises(ScheduleError, match="no worker runs stage 1"):
         Schedule.from_orders(["0F0 0B0", "2F0 2B0"])
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ("0F0 0B0", "orders is one text, '0F0 0B0'; expected a list with one for each worker"),
+        ([3], "3 is no order: expected the actions of one worker"),
+        ([[3]], "'3' is no action"),
+        ([[Action("X", 0, 0)]], "'0X0' is no action"),
+        ([[Action("F", -1, 0)]], "'-1F0' is no action"),
+    ],
+)
+def test_what_is_no_order_is_refused(orders, message):
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_orders(orders)
+
+
+def test_single_actions_may_be_in_the_notation():
+    assert Schedule.from_orders([["0F0", Action("B", 0, 0)]]).orders == Schedule.from_orders(["0F0 0B0"]).orders

@@ -110,7 +110,6 @@ def test_samplers_are_told_the_epoch():
         def __init__(self) -> None:
             self.told: list[int] = []
 
-
         def set_epoch(self, epoch: int) -> None:
             self.told.append(epoch)
 

@@ -129,7 +129,7 @@ def count(model: ModelLike, example: Any, settings: Settings, on: Accelerator | 
         raise InputError(f"efficiency must be above 0 and at most 1, got {efficiency}")
     if settings.autocast is not None:
         raise InputError("what autocast does can't be counted without values: give dtype= instead")
-    microbatch, samples = first_microbatch(example, settings)
+    microbatch, samples = first_microbatch(model, example, settings)
     clock = Roofline(target, efficiency)
     with own_chance():
         try:

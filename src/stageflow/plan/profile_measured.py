@@ -30,7 +30,7 @@ KEY = (0, 0)  # of random draws: seed and step
 
 def measure(model: ModelLike, example: Any, settings: Settings) -> Profile:
     """See `profile_model`."""
-    microbatch, samples = first_microbatch(example, settings)
+    microbatch, samples = first_microbatch(model, example, settings)
     with _threads(settings.threads), own_chance():
         name, split = take_apart(model, (microbatch.args, microbatch.kwargs), settings.split, settings.at_least)
         device = torch.device(settings.device) if settings.device is not None else _device_of(microbatch)
@@ -235,9 +235,9 @@ def _words(device: torch.device) -> str:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from stageflow.errors import InputError
 from stageflow.runtime.batch import MicroBatch, cut_batch
 from stageflow.runtime.loss import LossFunction, compute_loss, own_loss
+from stageflow.split import ModelLike
 from stageflow.split.request import as_call
+from stageflow.split.signature import positional_names
 from stageflow.transport.structure import flatten
 
 
@@ -31,7 +33,7 @@ class Settings:
     device: str | torch.device | None
     dtype: torch.dtype | None
     autocast: torch.dtype | None
-    threads: int | None
+    threads: int
     rounds: int
     warm_up: int
     progress: bool
@@ -39,7 +41,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.warm_up < 0:
             raise InputError(f"rounds must be at least 1 and warm_up 0, got {self.rounds} and {self.warm_up}")
-        if self.threads is not None and self.threads < 1:
+        if self.threads < 1:
             raise InputError(f"threads must be at least 1, got {self.threads}")
 
     def loss_of(self, output: Any, target: Any) -> Tensor:
@@ -53,17 +55,18 @@ class Settings:
             return sum((tensor.mean().float() for tensor in floats), torch.zeros(()))
 
 
-def first_microbatch(example: Any, settings: Settings) -> tuple[MicroBatch, int]:
+def first_microbatch(model: ModelLike, example: Any, settings: Settings) -> tuple[MicroBatch, int]:
     """The first micro-batch of an example, and its number of samples (0 without a batch dimension)."""
+    names = positional_names(model)
     args, kwargs = as_call(example)
-    whole = cut_batch(args, kwargs, settings.target, 1, settings.batch_dims)
+    whole = cut_batch(args, kwargs, settings.target, 1, settings.batch_dims, names)
     size = whole.layout.sizes[0] if whole.layout.cut else 0
     wanted = settings.microbatch
     if wanted is None or wanted == size:
         return whole.microbatch(0), size
     if not size or wanted < 1 or size % wanted:
         raise InputError(f"microbatch={wanted} must divide the samples of the example, which has {size or 'no batch'}")
-    return cut_batch(args, kwargs, settings.target, size // wanted, settings.batch_dims).microbatch(0), wanted
+    return cut_batch(args, kwargs, settings.target, size // wanted, settings.batch_dims, names).microbatch(0), wanted
 
 
 def moved(microbatch: MicroBatch, device: torch.device, dtype: torch.dtype | None) -> MicroBatch:

@@ -46,7 +46,7 @@ class Sizes:
             self._options["on"] = accelerators[0]
         self._tell = tell
         self._profiles: dict[int, Profile] = {}
-        self.samples = batch_size(example, options.get("batch_dims") or {})
+        self.samples = batch_size(model, example, options.get("target"), options.get("batch_dims") or {})
 
     @property
     def model(self) -> str:
@@ -106,14 +106,14 @@ class Sizes:
         return self._profiles[microbatches]
 
 
-def batch_size(example: Any, dims: Mapping[str, int | None]) -> int:
-    """Samples of an example batch. Raises InputError where nothing in it can be cut."""
+def batch_size(model: Any, example: Any, target: Any, dims: Mapping[str, int | None]) -> int:
+    """Samples of an example batch. Raises InputError where sizes or names disagree."""
     from stageflow.runtime.batch import cut_batch
     from stageflow.split.request import as_call
+    from stageflow.split.signature import positional_names
 
     args, kwargs = as_call(example)
-    dims = {name: dim for name, dim in dims.items() if name in kwargs or name.isdigit()}
-    return sum(cut_batch(args, kwargs, None, 1, dims).layout.sizes)
+    return sum(cut_batch(args, kwargs, target, 1, dims, positional_names(model)).layout.sizes)
 
 
 def counts_to_try(samples: int, devices: int) -> list[int]:

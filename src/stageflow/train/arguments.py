@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -188,26 +187,6 @@ def _recompute_one(recompute: Any) -> Recompute | None:
     if recompute not in get_args(Recompute):
         raise InputError(f"recompute={recompute!r}; expected False, 'stage' (or True), 'layer', or a list of these")
     return recompute  # type: ignore[no-any-return]
-
-
-def positional_names(model: Model) -> tuple[str, ...]:
-    """Names of the positional arguments of a model's forward; none where they can't be told."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(parameter.name for parameter in _parameters(model) if parameter.kind in kinds)
-
-
-def has_argument(model: Model, name: str) -> bool:
-    """Whether a model's forward declares an argument of that name."""
-    return any(parameter.name == name for parameter in _parameters(model))
-
-
-def _parameters(model: Model) -> list[inspect.Parameter]:
-    if not isinstance(model, nn.Module):
-        return []
-    try:
-        return list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        return []
 
 
 def model_facts(model: Model) -> dict[str, Any]:

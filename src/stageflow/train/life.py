@@ -26,7 +26,8 @@ class Life:
     """Not started, running, closed.
 
     launch: see `Pipeline`. example: makes the inputs to split with; None: the first batch's.
-    splitting, starting, setting_up: what the user chose for `split_model`, `start_crew`, `Blueprint.worker_setups`.
+    splitting, planning, starting, setting_up: what the user chose for `split_model`, `plan_for`, `start_crew`,
+        `Blueprint.worker_setups`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Life:
         example: Callable[[], MicroBatch] | None,
         *,
         splitting: Mapping[str, Any],
+        planning: Mapping[str, Any],
         starting: Mapping[str, Any],
         setting_up: Mapping[str, Any],
     ) -> None:
@@ -45,6 +47,7 @@ class Life:
         self._blueprint = blueprint
         self._example = example
         self._splitting = splitting
+        self._planning = planning
         self._starting = starting
         self._setting_up = setting_up
         self._crew: Crew | None = None
@@ -132,7 +135,9 @@ class Life:
         return start_crew(self._launch == "threads", blueprint.worker_setups(**self._setting_up), **self._starting)
 
     def _plan(self, inputs: MicroBatch) -> Plan:
-        return plan_for(self._model, inputs, self._blueprint, self._splitting, self._starting, self._setting_up)
+        return plan_for(
+            self._model, inputs, self._blueprint, self._splitting, self._planning, self._starting, self._setting_up
+        )
 
     def _join_ranks(self, inputs: MicroBatch, split: Callable[[], Split]) -> Crew:
         from stageflow.train.ranks import RankCrew, Ranks  # torch.distributed only where it is used

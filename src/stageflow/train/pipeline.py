@@ -22,6 +22,7 @@ from stageflow.runtime.state import StateKind
 from stageflow.schedule import Schedule
 from stageflow.split import Split
 from stageflow.split.request import as_call
+from stageflow.split.signature import has_argument, positional_names
 from stageflow.train.arguments import (
     LONGEST_TIMEOUT,
     Model,
@@ -32,9 +33,7 @@ from stageflow.train.arguments import (
     check_weights,
     count_microbatches,
     count_stages,
-    has_argument,
     not_importable,
-    positional_names,
 )
 from stageflow.train.blueprint import Blueprint
 from stageflow.train.crew import StepResult
@@ -44,13 +43,13 @@ from stageflow.train.reduction import Reduction, check_reduction, loss_weights
 from stageflow.train.report import Description, StepView
 from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
-from stageflow.train.storage import Storage
+from stageflow.train.storage import PLACE, Storage
 
 if TYPE_CHECKING:
     from stageflow.checkpoint import Checkpoint
     from stageflow.plan import Plan
     from stageflow.train.callbacks import Callback, FitReport, Run
-    from stageflow.train.feed import Source
+    from stageflow.train.feed import Feed, Source
 
 log = logging.getLogger("stageflow")
 
@@ -172,6 +171,7 @@ class Pipeline:
             self._blueprint,
             None if example is None else self._cut_example,
             splitting={"split": split, "balance": balance, "boundaries": wanted["boundaries"], "weights": weights},
+            planning={"batch_dims": self._batch_dims, "recompute": wanted["recompute"]},
             starting={"devices": device, "threads": threads, "timeout": timeout},
             setting_up={
                 "options": StageOptions(loss, self._recompute, check_finite, autocast),
@@ -190,6 +190,8 @@ class Pipeline:
         self._mode: bool | None = None
         self._last: StepView | None = None
         self._memory: list[dict[str, int]] | None = None
+        self._feed: Feed | None = None  # of the last fit: the next one goes on from its place
+        self._loaded_place: Sequence[int] | None = None
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -270,8 +272,10 @@ class Pipeline:
         loader: a DataLoader or anything else that can be iterated again and again, an iterator (batches since the last
             checkpoint are kept then), or a function from a batch's number to the batch. A batch is a dict of the
             model's keyword arguments, (input, target), or the one input. What a loader draws depends on (`seed`,
-            epoch), not on what was drawn before.
-        steps: how many there shall be in all, those of a resumed run and of earlier calls counted; None: one epoch.
+            epoch), not on what was drawn before. A later call goes on in the data where this one stopped, with another
+            loader at the start of the next epoch.
+        steps: how many there shall be in all, those of a resumed run and of earlier calls counted; None: one epoch,
+            or the rest of the one that an earlier call began.
         checkpoint: a folder for checkpoints. If it holds some of an earlier run, the newest good one is taken and the
             run goes on from there, at its place in the data. None: no checkpoints, so a failure ends the run.
         checkpoint_every: steps between two, written in the background; None: only one before and one after the run.
@@ -338,7 +342,10 @@ class Pipeline:
         self._life.require_open()
         if target is not None and self._model_takes_target:
             kwargs, target = {**kwargs, TARGET: target}, None
-        batch = cut_batch(args, kwargs, target, self.microbatches, self._batch_dims, self._positional)
+        dims = self._batch_dims
+        if mode == "predict" and TARGET not in kwargs:  # it may well be named for the other steps
+            dims = {name: dim for name, dim in dims.items() if name != TARGET}
+        batch = cut_batch(args, kwargs, target, self.microbatches, dims, self._positional)
         check_values(batch.tensors)
         sizes = batch.layout.sizes
         if len(sizes) < self.microbatches:
@@ -468,6 +475,7 @@ class Pipeline:
         with self._life.alone("load()"):
             checkpoint = self._storage.load(directory)
             self._take_step(checkpoint)
+            self._loaded_place = checkpoint.extra.get(PLACE)
             return checkpoint.extra
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
@@ -607,6 +615,7 @@ class Pipeline:
             else:
                 self._storage.give_up()
         finally:
+            self._feed = None
             self._life.end("it was closed", for_good=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

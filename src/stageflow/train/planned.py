@@ -11,9 +11,10 @@ import torch
 from stageflow.errors import InputError
 from stageflow.launch.devices import choose_devices
 from stageflow.plan.shapes import AUTO
-from stageflow.runtime.batch import MicroBatch
+from stageflow.runtime.batch import TARGET, MicroBatch
 from stageflow.runtime.loss import takes_target
 from stageflow.runtime.stage import Recompute, StageOptions
+from stageflow.split.signature import positional_names
 from stageflow.train.arguments import Model
 
 if TYPE_CHECKING:
@@ -79,20 +80,29 @@ def plan_for(
     inputs: MicroBatch,
     blueprint: Blueprint,
     splitting: Mapping[str, Any],
+    planning: Mapping[str, Any],
     starting: Mapping[str, Any],
     setting_up: Mapping[str, Any],
 ) -> Plan:
-    """Measure the model on a micro-batch, and plan for the pipeline's own workers; the rest as for `Life`."""
+    """Measure the model on a micro-batch, and plan for the pipeline's own workers.
+
+    planning: "batch_dims" and "recompute" as the user gave them. The rest as for `Life`.
+    """
     from stageflow.plan import Device, make_plan, profile_model
 
     options: StageOptions = setting_up["options"]
     devices = choose_devices(blueprint.n_workers, starting["devices"])
     stages = None if blueprint.any_stages else blueprint.stages
     has_loss = inputs.target is not None or options.loss is None or not takes_target(options.loss)
+    given = {*positional_names(model)[: len(inputs.args)], *map(str, range(len(inputs.args))), *inputs.kwargs}
+    if inputs.target is not None:
+        given.add(TARGET)
+    recompute = planning["recompute"]
     profile = profile_model(
         model,
         inputs.copied_inputs(),
         target=inputs.target,
+        batch_dims={name: dim for name, dim in planning["batch_dims"].items() if name in given},
         loss=options.loss if has_loss else None,
         optimizer=setting_up["optimizer"].optimizer,
         split=splitting["split"],
@@ -108,7 +118,7 @@ def plan_for(
         devices=[Device(memory=_memory_of(name)) for name in devices],
         microbatches=blueprint.microbatches,
         stages=stages,
-        recompute="auto" if options.recompute is None else bool(options.recompute),
+        recompute="auto" if recompute is None else bool(recompute),
         name=profile.model,
         seconds=SECONDS,
         progress=False,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stageflow.cli.demo.gpt import Block, Embedding, GPTConfig, Head, build_gpt, next_token_loss
 from stageflow.errors import InputError, SplitError
+from stageflow.plan import make_plan
 from stageflow.plan.profile import Profile, profile_model
 from stageflow.split import split_model
 from stageflow.testing.emulated import EmulatedStage
@@ -179,6 +180,30 @@ def test_a_function_gives_the_same_bytes_as_its_model():
     ours, other = (profile_model(model, TOKENS, **QUICK) for model in (build, build()))
     for block, same in zip(ours.blocks, other.blocks, strict=True):
         assert (block.activation, block.parameters, block.output) == (same.activation, same.parameters, same.output)
+
+
+class SequenceFirst(nn.Module):
+    """Takes (length, batch, width), gives (batch, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(0)
+
+
+def test_batch_dims_name_positional_arguments_as_the_model_does():
+    x = torch.randn(5, 8, 3)
+    assert profile_model(SequenceFirst(), (x,), batch_dims={"x": 1}, **QUICK).samples == 8
+    target = torch.randn(8, 3)
+    options = {"target": target, "loss": F.mse_loss, "seconds": 0.1, "progress": False, **QUICK}
+    plan = make_plan(SequenceFirst(), (x,), devices=2, batch_dims={"x": 1}, microbatches=4, **options)
+    assert plan.samples == 8
+    with pytest.raises(InputError, match=r"batch_dims names \['y'\]"):
+        make_plan(SequenceFirst(), (x,), devices=2, batch_dims={"y": 1}, **options)
 
 
 def test_a_micro_batch_is_part_of_the_example():

@@ -52,6 +52,7 @@ def a_life(example: Any = None, model: Any = None) -> Life:
         Blueprint(2, 2, "1f1b", None),
         example,
         splitting={},
+        planning={"batch_dims": {}, "recompute": None},
         starting={},
         setting_up={
             "options": StageOptions(),

@@ -144,6 +144,54 @@ def test_auto_measures_plans_and_trains(one_device, options: dict[str, Any]) -> 
     assert all(pipe.plan.recompute) is options.get("recompute", False)
 
 
+class SequenceFirst(nn.Module):
+    """Takes (length, batch, width), gives (batch, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(0)
+
+
+@pytest.mark.parametrize("dims", [{"x": 1}, {"0": 1}, {"x": 1, "target": 0}])
+def test_auto_where_the_batch_is_not_the_first_dimension(dims: dict[str, int | None]) -> None:
+    torch.manual_seed(3)
+    model, x, y = SequenceFirst(), torch.randn(5, 8, 3), torch.randn(8, 3)
+    options: dict[str, Any] = {"loss": F.mse_loss, "batch_dims": dims, "stages": 2, "microbatches": 4}
+    got = train(x, y, model, schedule="auto", **options)
+    assert got[2].plan is not None
+    same(got, train(x, y, model, **options)[:2])
+
+
+def test_a_target_named_in_batch_dims_does_not_hinder_predict() -> None:
+    model, x = SequenceFirst(), torch.randn(5, 8, 3)
+    dims = {"x": 1, "target": 0}
+    with sf.Pipeline(
+        model, 2, 4, schedule="auto", workers=2, loss=F.mse_loss, batch_dims=dims, launch="threads"
+    ) as pipe:
+        torch.testing.assert_close(pipe.predict(x), model(x).detach())
+
+
+@pytest.mark.parametrize(("recompute", "wanted"), [(None, "auto"), (False, False), (True, True), ("layer", True)])
+def test_auto_plans_with_the_recomputation_that_was_asked_for(
+    recompute: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    make_plan = sf.make_plan
+
+    def make(**options: Any) -> sf.Plan:
+        asked.append(options["recompute"])
+        return make_plan(**options)
+
+    monkeypatch.setattr("stageflow.plan.make_plan", make)
+    train(schedule="auto", stages=2, microbatches=2, recompute=recompute)
+    assert asked == [wanted]
+
+
 def test_before_auto_has_decided() -> None:
     with sf.Pipeline(build(), schedule="auto", workers=2, loss=F.cross_entropy, launch="threads") as pipe:
         assert pipe.microbatches == 8

@@ -171,7 +171,7 @@ def as_step(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     one argument. Raises InputError.
     """
     if isinstance(batch, dict):
-        return (), batch
+        return (), _as_keywords(batch)
     if not isinstance(batch, (tuple, list)):
         return (batch,), {}
     if len(batch) == 1:
@@ -183,5 +183,18 @@ def as_step(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         )
     inputs, target = batch
     if isinstance(inputs, dict):
-        return (), {**inputs, "target": target}
+        if "target" in inputs:
+            raise InputError("the loader gave a batch with the key 'target' in its inputs and a target; one can be")
+        return (), {**_as_keywords(inputs), "target": target}
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {"target": target}
+
+
+def _as_keywords(batch: dict[Any, Any]) -> dict[str, Any]:
+    """Raises InputError for keys that `Pipeline.train_step` can't hand to the model."""
+    for key in batch:
+        if not isinstance(key, str) or key in ("self", "update"):
+            raise InputError(
+                f"the loader gave a batch with the key {key!r}; expected names of the model's arguments, which can't "
+                "be 'update' or 'self', since train_step() has these itself: give the model's by position"
+            )
+    return batch

@@ -42,11 +42,11 @@ class Feed:
     seed: of all that the source draws from the random generators of torch, numpy and Python. The generators that a
         DataLoader or its sampler bears are set from their own first seed; samplers are told the epoch.
 
-    place: of the batch that comes next. Raises InputError for what is no source.
+    source: as given. place: of the batch that comes next. Raises InputError for what is no source.
     """
 
     def __init__(self, source: Source, seed: int) -> None:
-        self._source = source
+        self.source = source
         self._seed = seed
         self._iterator: Iterator[Any] | None = None
         self._random: _Random | None = None
@@ -89,6 +89,30 @@ class Feed:
         self.place = Place(self.place.epoch, self.place.batch + 1)
         return batch
 
+    def skip(self, count: int) -> None:
+        """Go on by so many batches, over the ends of epochs. Raises InputError where an epoch has none."""
+        if self.once or self._is_function:
+            self.place = Place(self.place.epoch, self.place.batch + count)
+            return
+        while count > 0:
+            epoch, batch = self.place
+            try:
+                self._draw()
+            except StopIteration:
+                if batch == 0:
+                    raise InputError(f"the loader gave no batch in epoch {epoch}") from None
+                self.place = Place(epoch + 1)
+                continue
+            self.place = Place(epoch, batch + 1)
+            count -= 1
+
+    def follow(self, last: Feed) -> None:
+        """Go on after another feed: a function from its number, what has epochs with the next one begun."""
+        if self._is_function and last._is_function:
+            self.place = last.place
+        elif not self.once and not self._is_function and not last._is_function:
+            self.place = Place(last.place.epoch + (last.place.batch > 0))
+
     def seek(self, place: Place) -> None:
         """Go to a place, forwards or backwards. Raises InputError where its batch can't be had any more."""
         if self.once and place < self._drawn and (not self._kept or place < self._kept[0][0]):
@@ -112,7 +136,7 @@ class Feed:
         """The batch at `place` from the source itself."""
         if self._is_function:
             with _Random(mix(self._seed, self.place.batch)).used():
-                return self._source(self.place.batch)  # type: ignore[operator]
+                return self.source(self.place.batch)  # type: ignore[operator]
         if self._iterator is None or self._drawn.epoch != self.place.epoch or self._drawn > self.place:
             self._open(self.place.epoch)
         while True:
@@ -125,17 +149,17 @@ class Feed:
         if self.once:
             if epoch > 0:
                 raise StopIteration
-            self._iterator = iter(self._source)  # type: ignore[arg-type]
+            self._iterator = iter(self.source)  # type: ignore[arg-type]
             self._random = _Random(mix(self._seed, epoch))
             return
         self._iterator = None  # the workers of a DataLoader end before new ones start
         for generator, first_seed in self._generators:
             generator.manual_seed(mix(first_seed, epoch))
-        for teller in _tellers_of(self._source):
+        for teller in _tellers_of(self.source):
             teller.set_epoch(epoch)
         self._random = _Random(mix(self._seed, epoch))
         with self._random.used():
-            self._iterator = iter(self._source)  # type: ignore[arg-type]
+            self._iterator = iter(self.source)  # type: ignore[arg-type]
         self._drawn = Place(epoch)
 
     def _advance(self) -> Any:
@@ -144,14 +168,16 @@ class Feed:
         try:
             with self._random.used():
                 batch = next(self._iterator)
-        except StopIteration:
+        except BaseException as error:
+            if not self.once:
+                self._iterator = None  # a generator that raised gives nothing any more, as if its epoch had ended
+            if not isinstance(error, StopIteration):
+                raise
             if self._drawn < self.place:
                 raise InputError(
                     f"the loader ended after {self._drawn.batch} batches of epoch {self._drawn.epoch}; the run is at "
                     f"batch {self.place.batch} of it: is it the loader that the run was started with?"
                 ) from None
-            if not self.once:
-                self._iterator = None
             raise
         self._drawn = Place(self._drawn.epoch, self._drawn.batch + 1)
         return batch

@@ -28,6 +28,7 @@ from stageflow.errors import CheckpointError, InputError, LaunchError, PipelineE
 from stageflow.launch.server import keep_warm
 from stageflow.train.callbacks import Callback, FitReport, Restart, Run, as_step, check_callbacks
 from stageflow.train.feed import Feed, Place, Source
+from stageflow.train.storage import PLACE
 
 if TYPE_CHECKING:
     from stageflow.train.pipeline import Pipeline
@@ -36,8 +37,6 @@ log = logging.getLogger("stageflow")
 
 _RECOVERABLE = (PipelineError, TransportError, LaunchError)
 _TRIES = 2  # failed starts of workers in a row before fewer are tried
-_PLACE = "place in the data"
-"""Under which a checkpoint's `extra` holds where in the data it is."""
 
 
 class Fit:
@@ -61,13 +60,15 @@ class Fit:
         counts = {"steps": steps, "checkpoint_every": checkpoint_every, "keep": keep, "max_restarts": max_restarts}
         _check_counts(**counts, min_workers=min_workers)
         self._pipe = pipe
-        self._feed = Feed(loader, seed)
+        self._feed = _feed_for(pipe, loader, seed)
         if steps is None and self._feed.endless:
             raise InputError("a function gives batches for ever: say how many steps=")
         if checkpoint is None and checkpoint_every is not None:
             raise InputError("checkpoint_every= needs checkpoint=, the folder that checkpoints go into")
         if not pipe._fresh:
             raise InputError("gradients of train_step(update=False) wait for an update: make it, or call zero_grad()")
+        pipe._feed = self._feed
+        self._last_epoch = self._feed.place.epoch
         self._target = steps
         self._series = None if checkpoint is None else Series(checkpoint)
         self._every = checkpoint_every
@@ -81,6 +82,7 @@ class Fit:
         self._told = pipe.steps
         self._saving: tuple[int, Place, Path] | None = None
         self._last_failure: tuple[int, str] | None = None
+        self._foreign: Exception | None = None
         self._begun = False
 
     def run(self) -> FitReport:
@@ -91,6 +93,8 @@ class Fit:
                 try:
                     self._go_on()
                 except _RECOVERABLE as error:
+                    if error is self._foreign:
+                        raise
                     self._recover(error)
             self._report.steps = self._pipe.steps
             self._report.seconds = time.monotonic() - started
@@ -99,8 +103,26 @@ class Fit:
         return self._report
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
-        for callback in self._callbacks:
-            what(callback)
+        with self._code_of_others():
+            for callback in self._callbacks:
+                what(callback)
+
+    @contextlib.contextmanager
+    def _code_of_others(self) -> Iterator[None]:
+        """A callback or the loader runs: what it raises, of another pipeline for instance, is no failure of the workers
+        here, unless they can't go on."""
+        try:
+            yield
+        except _RECOVERABLE as error:
+            if self._pipe.usable:
+                self._foreign = error
+            raise
+
+    def _next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The next batch, as arguments of `train_step`. Raises StopIteration at the end of an epoch."""
+        with self._code_of_others():
+            args, kwargs = as_step(self._feed.next())
+        return args, kwargs
 
     # ---------------------------------------------------------------------------------------------------- going on
 
@@ -122,7 +144,7 @@ class Fit:
         if not pipe.is_built:
             place = feed.place
             try:
-                args, kwargs = as_step(feed.next())
+                args, kwargs = self._next()
             except StopIteration:
                 raise InputError("the loader is empty") from None
             pipe._build_for(args, kwargs)
@@ -148,7 +170,7 @@ class Fit:
         if self._target is not None and self._pipe.steps >= self._target:
             return "stopped" if self._run.stopping else "steps"
         only_one = self._target is None or self._feed.once
-        return "data" if only_one and self._feed.place.epoch > 0 else None
+        return "data" if only_one and self._feed.place.epoch > self._last_epoch else None
 
     def _step(self) -> None:
         """One batch, or the turn to the next epoch."""
@@ -157,11 +179,15 @@ class Fit:
             self._settle()
         place = self._feed.place
         try:
-            args, kwargs = as_step(self._feed.next())
+            args, kwargs = self._next()
         except StopIteration:
             if place.batch == 0:
                 raise InputError(f"the loader gave no batch in epoch {place.epoch}") from None
+            if self._report.loss is None and self._report.resumed_from is None and not self._feed.once:
+                self._last_epoch = self._feed.place.epoch  # an earlier call had made the last step of the one before
             return
+        if self._series is None:
+            self._feed.forget(place)  # nobody goes back
         started = time.monotonic()
         run.loss = pipe.train_step(*args, **kwargs).item()
         run.seconds = time.monotonic() - started
@@ -193,7 +219,7 @@ class Fit:
         step, place = self._pipe.steps, self._feed.place
         try:
             where = self._pipe.save(
-                self._series.root, extra={_PLACE: list(place)}, keep=self._keep, background=background
+                self._series.root, extra={PLACE: [*place, self._last_epoch]}, keep=self._keep, background=background
             )
         except CheckpointError as error:
             self._failed_save(step, error)
@@ -242,9 +268,13 @@ class Fit:
         """Take over a checkpoint that was found to be good, and go to its place in the data."""
         self._pipe._adopt(checkpoint)
         self._run.step = checkpoint.step
-        place = checkpoint.extra.get(_PLACE)
-        # saved by hand: a batch for each step, from the start
-        self._feed.seek(Place(*place) if place is not None else Place(0, checkpoint.step))
+        saved = checkpoint.extra.get(PLACE)
+        if saved is None:  # saved by hand: a batch for each step, from the start
+            self._feed.seek(Place())
+            self._feed.skip(checkpoint.step)
+            return
+        epoch, batch, self._last_epoch = saved
+        self._feed.seek(Place(epoch, batch))
 
     # ---------------------------------------------------------------------------------------------------- failures
 
@@ -334,6 +364,22 @@ class Fit:
             return
         with self._series.claimed():
             yield
+
+
+def _feed_for(pipe: Pipeline, loader: Source, seed: int) -> Feed:
+    """Batches from where the last run of this pipeline stopped, or the checkpoint that it loaded."""
+    last = pipe._feed
+    if last is not None and last.source is loader:
+        feed = last
+    else:
+        feed = Feed(loader, seed)
+        if last is not None:
+            feed.follow(last)
+    if pipe._loaded_place is not None:
+        epoch, batch, _ = pipe._loaded_place
+        pipe._loaded_place = None
+        feed.seek(Place(epoch, batch))
+    return feed
 
 
 def _warm(launch: str) -> contextlib.AbstractContextManager[None]:

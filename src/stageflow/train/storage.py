@@ -16,6 +16,9 @@ from stageflow.train.life import Life
 
 log = logging.getLogger("stageflow")
 
+PLACE = "place in the data"
+"""Under which the `extra` of a checkpoint of `fit` holds [epoch, batch, last epoch of a run without `steps`]."""
+
 
 class Storage:
     """Saves and loads through the workers of a `Life`; at most one save is under way. Its user keeps others out.

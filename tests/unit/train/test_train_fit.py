@@ -173,6 +173,75 @@ def test_a_run_with_a_failure_is_the_run_without(tmp_path, loader, at):
     assert list(seen.values()) == losses
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_calls_one_after_another_are_one_run(loader):
+    losses, weights = undisturbed(loader)
+    seen: list[float] = []
+    with pipeline() as pipe:
+        same = LOADERS[loader]()
+        for steps in (4, 6, 20):
+            pipe.fit(same, steps, callbacks=[lambda run: seen.append(run.loss)])
+        assert_same(pipe.state_dict(), weights)
+    assert seen == losses
+
+
+def test_epochs_one_after_another_shuffle_differently():
+    losses, _ = undisturbed("shuffled")
+    seen: list[float] = []
+    with pipeline() as pipe:
+        same = LOADERS["shuffled"]()
+        for epoch in range(2):
+            report = pipe.fit(same, callbacks=[lambda run: seen.append(run.loss)])
+            assert (report.steps, report.ended) == (3 * epoch + 3, "data")
+        pipe.fit(same, 8, callbacks=[lambda run: seen.append(run.loss)])
+        assert pipe.fit(same).steps == 9  # the rest of that epoch
+        assert pipe.fit(same, 12).steps == 12
+        assert pipe.fit(same).steps == 15  # nothing was left of it
+    assert seen == losses[:8]
+
+
+def test_another_loader_begins_the_next_epoch():
+    epochs: list[int] = []
+    with pipeline() as pipe:
+        for loader, steps in ((BATCHES, 2), (BATCHES[:1], 4), (list(BATCHES), 5)):
+            pipe.fit(loader, steps, callbacks=[lambda run: epochs.append(run.epoch)])
+    assert epochs == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("loader", ["list", "shuffled", "function"])
+def test_a_checkpoint_that_was_loaded_by_hand_brings_its_place(tmp_path, loader):
+    losses, weights = undisturbed(loader)
+    with pipeline() as pipe:
+        pipe.fit(LOADERS[loader](), 10, checkpoint=tmp_path / "run")
+    with pipeline(example=X[:16]) as pipe:
+        pipe.load(tmp_path / "run")
+        assert pipe.fit(LOADERS[loader](), 20).loss == losses[-1]
+        assert_same(pipe.state_dict(), weights)
+
+
+@pytest.mark.parametrize("loader", ["list", "function"])
+def test_checkpoints_saved_by_hand_in_a_later_epoch(tmp_path, loader):
+    _, weights = undisturbed(loader)
+    with pipeline() as pipe:
+        pipe.fit(LOADERS[loader](), 8)
+        pipe.save(tmp_path / "run", keep=3)
+    with pipeline() as pipe:
+        assert pipe.fit(LOADERS[loader](), 20, checkpoint=tmp_path / "run").resumed_from == 8
+        assert_same(pipe.state_dict(), weights)
+    with pipeline() as pipe:
+        pipe.train_step(X[:16], target=Y[:16])
+        pipe.save(tmp_path / "other", keep=3)
+    with pipeline() as pipe, pytest.raises(InputError, match="loader"):
+        pipe.fit([], 20, checkpoint=tmp_path / "other")
+
+
+def test_batches_of_an_iterator_are_not_kept_for_nobody():
+    with pipeline() as pipe:
+        pipe.fit(Endless(), 8)
+        assert pipe._feed is not None
+        assert len(pipe._feed._kept) <= 1
+
+
 def test_every_step_is_told_once(tmp_path):
     told: list[int] = []
     with pipeline(33) as pipe:
@@ -292,6 +361,29 @@ def test_what_a_callback_raises_ends_the_run(tmp_path):
         assert pipe.usable
         report = pipe.fit(BATCHES, 3)
         assert report.steps == 3
+
+
+@pytest.mark.parametrize("where", ["callback", "loader"])
+def test_the_failure_of_another_pipeline_is_not_this_ones(tmp_path, where):
+    with pipeline() as other:
+        other.predict(X)
+
+    def late(run: Run) -> None:
+        if run.step == 2 and where == "callback":
+            other.predict(X)
+
+    def batches(number: int) -> Any:
+        if number == 2 and where == "loader":
+            other.predict(X)
+        return BATCHES[number % 3]
+
+    with pipeline() as pipe:
+        with pytest.raises(PipelineClosed) as caught:
+            pipe.fit(batches, 5, checkpoint=tmp_path / "run", callbacks=[late])
+        assert not hasattr(caught.value, "__notes__")
+        assert pipe.usable
+        assert pipe.steps == 2
+        assert len(Series(tmp_path / "run").members()) == 1
 
 
 def test_a_pipeline_closed_by_a_callback_stays_closed(tmp_path):
@@ -458,6 +550,20 @@ def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
 )
 def test_what_a_batch_means(batch, expected):
     assert as_step(batch) == expected
+
+
+@pytest.mark.parametrize("name", ["update", "self", 3])
+def test_a_batch_with_a_name_that_can_not_be(name):
+    with pipeline() as pipe:
+        for batch in ({"input": X, name: Y}, ({"input": X, name: Y}, Y)):
+            with pytest.raises(InputError, match=f"the loader gave a batch with the key {name!r}"):
+                pipe.fit([batch])
+        assert not pipe.is_built
+
+
+def test_two_targets():
+    with pytest.raises(InputError, match="the key 'target' in its inputs and a target"):
+        as_step(({"x": 1, "target": 2}, 3))
 
 
 def test_a_batch_of_three():

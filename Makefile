@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@touch $@
 
 train: $(STAMP) ## train a small GPT in two stages (about a minute); DATA=path for your own text, ARGS= for more flags
-	$(BIN)/stageflow train $(if $(DATA),--data $(DATA)) --output runs/train $(ARGS)
+	$(BIN)/stageflow train $(if $(DATA),--data "$(DATA)") --output runs/train $(ARGS)
 
 test: $(STAMP) ## run all tests; TESTS= for a part, ARGS= for pytest's flags, JOBS=0 for one after the other
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS) $(ARGS)

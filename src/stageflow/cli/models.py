@@ -24,7 +24,11 @@ def from_function(path: Path, function: str) -> tuple[Any, Any]:
         raise InputError(f"{where}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # classes of the model are looked up by their module's name
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python FILE.py`: what it imports may lie beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{where}: {path} can't be imported: {type(error).__name__}: {error}") from error
     build = getattr(module, function, None)
     if not callable(build):
         raise InputError(f"{where}: {path} defines no function {function!r}")

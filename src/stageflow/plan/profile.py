@@ -122,7 +122,7 @@ def profile_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
-    threads: int | None = None,
+    threads: int = 1,
     rounds: int = 10,
     warm_up: int = 2,
     progress: bool = False,
@@ -142,7 +142,7 @@ def profile_model(
         accelerator does at most (its roofline), times `efficiency`.
     device: to measure on, default where the example is. dtype, autocast: as for `Pipeline`; floating-point inputs are
         given that dtype, too.
-    threads: for torch to compute with meanwhile; workers that share a machine have fewer than one process alone.
+    threads: for torch to compute with meanwhile: as many as a worker of the pipeline will have.
     rounds, warm_up: how often everything is run for the medians, and before.
     progress: show a bar on standard error.
 

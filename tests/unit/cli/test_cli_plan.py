@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def test_a_function(capsys, tmp_path: Path) -> None:
     assert found["model"] == "Sequential"
     assert all(stage["recompute"] for stage in found["stages"])
     assert found["step"] > 0
+
+
+def test_a_file_that_imports_its_neighbour(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_the_model.py").write_text(MODEL)
+    (tmp_path / "uses_its_neighbour.py").write_text("from neighbour_of_the_model import build\n")
+    (tmp_path / "fails.py").write_text("import no_such_module_anywhere\n")
+    assert plan(capsys, f"{tmp_path / 'uses_its_neighbour.py'}:build", "--devices", "2")["model"] == "Sequential"
+    assert "can't be imported: ModuleNotFoundError" in refused(capsys, f"{tmp_path / 'fails.py'}:build")
 
 
 def test_a_function_for_a_named_accelerator(capsys, tmp_path: Path) -> None:

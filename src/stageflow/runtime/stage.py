@@ -13,6 +13,7 @@ from torch import Tensor
 from stageflow.errors import InputError, PipelineError
 from stageflow.graph import Bundle, StageGraph, StageProgram, StageResult
 from stageflow.runtime.batch import MicroBatch
+from stageflow.runtime.buffer_values import BufferValues
 from stageflow.runtime.entry import enter
 from stageflow.runtime.loss import LossFunction, compute_loss
 from stageflow.runtime.put_off import Pending, PutOff, run_pending
@@ -121,7 +122,7 @@ class Stage:
         self._differentiate = _on_cpu if device.type == "cpu" else torch.autograd.backward
         self._prepared = False
         self._saved_buffers = SavedBuffers(program)
-        self._changing: list[str] | None = None  # buffers that a forward changes; None: not seen yet
+        self._buffer_values = BufferValues(program)
         self._losses = self._detached = 0  # in the backwards of this step; those without a gradient
 
     def prepare_split_backward(self) -> None:
@@ -192,20 +193,19 @@ class Stage:
         """F with recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost): keeps inputs only."""
         # the stage may change what it is given in place, so the first run gets copies
         copies = {p: Bundle({n: t.clone() for n, t in b.tensors.items()}, b.meta) for p, b in job.received.items()}
-        before = self._changing_buffers()
+        before = self._buffer_values.take()
         with torch.no_grad():
             ran = self._run(Job(job.microbatch, job.inputs, copies, job.key), want_loss=True)
-        self._learn_changing(before)
         if not self._trains and not any(bundle.meta[1] for bundle in job.received.values()):
             return ran
 
         def again() -> Kept:
             # as they were then; the micro-batches since have moved them on, and none may count twice
-            now = self._changing_buffers()
-            self._set_buffers(before)
+            now = self._buffer_values.take()
+            self._buffer_values.put(before)
             with torch.enable_grad():
                 kept = self._run(job, want_loss=True).kept
-            kept.finish = lambda: self._set_buffers(now)
+            kept.finish = lambda: self._buffer_values.put(now)
             return kept
 
         # without a graph it can't be told which outputs have a gradient: any that can have one may
@@ -214,22 +214,6 @@ class Stage:
             for consumer, b in ran.bundles.items()
         }
         return Ran(bundles, ran.output, ran.loss, Kept(again=again))
-
-    def _changing_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that a forward changes; of all, while that is not known."""
-        names = self.program.buffers if self._changing is None else self._changing
-        return {name: self.program.buffers[name].clone() for name in names}
-
-    def _learn_changing(self, before: Mapping[str, Tensor]) -> None:
-        """Find out, after the first forward, which buffers it changed: batch norm does not count their version up."""
-        if self._changing is None:
-            now = self.program.buffers
-            self._changing = [name for name, value in before.items() if not torch.equal(value, now[name])]
-
-    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name in self._changing or ():
-                self.program.buffers[name].copy_(values[name])
 
     def _call(self, job: Job, received: Mapping[int, Bundle]) -> StageResult:
         """The program's forward under the random keys of this micro-batch."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from programs import CPU, WIDTH, Program, a_batch, programs, stages
-from torch import nn
+from torch import Tensor, nn
 
 from stageflow.errors import InputError, PipelineError
 from stageflow.graph import Bundle, StageGraph
@@ -92,6 +92,45 @@ def test_recomputation_runs_the_forward_again_once_and_counts_a_batch_norm_once(
             torch.testing.assert_close(made[index].buffers[name], buffer)
         for name, parameter in plain[index].parameters.items():
             torch.testing.assert_close(made[index].parameters[name].grad, parameter.grad)
+
+
+class Counting(nn.Module):
+    """Counts, from its second forward on, how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.ran = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.ran
+        self.ran = True
+        return self.layer(x) + self.count
+
+
+def test_recomputation_counts_once_what_changes_in_training_after_a_step_in_eval_mode():
+    made = programs(CHAIN, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    ready = stages(CHAIN, made, recompute="stage")
+    for training in (False, True):
+        made[0].module.train(training)
+        forward(ready[0], ready[1])
+        ready[0].backward(0, {1: ready[1].backward(0, {}, 1.0)[0]}, 1.0)
+    assert made[0].buffers["0.1.num_batches_tracked"] == 1
+
+
+def test_recomputation_starts_from_what_a_buffer_was_also_if_only_later_forwards_change_it():
+    made = programs(CHAIN, Counting)
+    first = stages(CHAIN, made, recompute="stage")[0]
+    batch, sent, again = a_batch(3), {}, []
+    for microbatch in range(3):
+        sent[microbatch] = first.forward(microbatch, batch.microbatch(microbatch), {}, KEY, train=True).bundles[1]
+    made[0].module.register_forward_hook(lambda *call: again.append(call[2].detach()))
+    for microbatch in range(3):
+        first.backward(microbatch, {1: Bundle({"x": torch.ones(2, WIDTH)})}, 1.0)
+    assert made[0].buffers["0.count"] == 2
+    for microbatch in (1, 2):
+        torch.testing.assert_close(again[microbatch], sent[microbatch].tensors["x"])
 
 
 def test_a_loss_without_weight_adds_nothing_not_even_a_nan():

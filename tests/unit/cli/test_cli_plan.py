@@ -110,7 +110,9 @@ def test_a_file_that_imports_its_neighbour(capsys, monkeypatch, tmp_path: Path) 
     (tmp_path / "uses_its_neighbour.py").write_text("from neighbour_of_the_model import build\n")
     (tmp_path / "fails.py").write_text("import no_such_module_anywhere\n")
     assert plan(capsys, f"{tmp_path / 'uses_its_neighbour.py'}:build", "--devices", "2")["model"] == "Sequential"
-    assert "can't be imported: ModuleNotFoundError" in refused(capsys, f"{tmp_path / 'fails.py'}:build")
+    assert "can't be imported: ModuleNotFoundError" in refused(
+        capsys, f"{tmp_path / 'fails.py'}:build", "--devices", "2"
+    )
 
 
 def test_a_function_for_a_named_accelerator(capsys, tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ class Schedule:
                 f"schedule {self.name!r}: placement {self.placement} names a worker outside 0..{len(self.orders) - 1}, "
                 f"but there are orders for {len(self.orders)} workers"
             )
+        idle = sorted(set(range(len(self.orders))) - set(self.placement))
+        if idle:
+            raise ScheduleError(
+                f"schedule {self.name!r}: worker {idle[0]} has no stage; there are orders for {len(self.orders)} "
+                f"workers, and placement {self.placement}: leave its order out, or place a stage there"
+            )
         if self.microbatches < 1:
             raise ScheduleError(f"schedule {self.name!r}: needs at least one micro-batch, got {self.microbatches}")
         if self.copies < 1 or self.n_stages % self.copies or self.versions < 1:

@@ -65,6 +65,8 @@ def parse_table(text: str) -> tuple[Orders, tuple[Counter[str], ...]]:
     messages: list[Counter[str]] = []
     for row in csv.reader(io.StringIO(text)):
         cells = [cell.strip() for cell in row]
+        if cells in ([], [""]):  # a blank line, as at the end of a file, is no worker
+            continue
         messages.append(Counter(cell for cell in cells if _MESSAGE.fullmatch(cell)))
         orders.append(tuple(action for cell in cells for action in _actions(cell)))
     return tuple(orders), tuple(messages)

@@ -49,7 +49,7 @@ def test_text_round_trip_is_exact(name: str, stages: int, microbatches: int, pla
 
 
 def test_a_worker_without_actions_and_a_name_with_blanks_survive() -> None:
-    schedule = Schedule("my own", StageGraph.chain(1), (1,), 1, ((), parse_actions("0F0 0B0")))
+    schedule = Schedule("my own", StageGraph.chain(2), (0, 1), 1, ((), parse_actions("1F0 1B0")))
     assert Schedule.parse(str(schedule)) == schedule
 
 

@@ -121,6 +121,15 @@ def test_broken(schedule: Schedule, says: str) -> None:
         schedule.validate()
 
 
+@pytest.mark.parametrize(
+    ("placement", "orders", "worker"), [((0,), ["0F0 0B0", ""], 1), ((1,), ["", "0F0 0B0"], 0)], ids=["last", "first"]
+)
+def test_a_worker_without_a_stage_is_refused(placement: tuple[int, ...], orders: list[str], worker: int) -> None:
+    """Others would wait for it for ever."""
+    with pytest.raises(ScheduleError, match=f"worker {worker} has no stage; there are orders for 2 workers"):
+        Schedule("mine", StageGraph.chain(1), placement, 1, tuple(map(parse_actions, orders)))
+
+
 def test_a_cycle_is_told_whole() -> None:
     """Worker 0 wants the gradient of 0 before it gives the input of 1; worker 1 the other way round."""
     with pytest.raises(ScheduleError) as caught:

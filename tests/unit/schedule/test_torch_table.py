@@ -119,9 +119,16 @@ def test_empty_cells_are_pauses_and_overlapping_actions_come_one_after_the_other
     assert schedule == Schedule.from_orders(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], name="csv")
 
 
+@pytest.mark.parametrize("blank", ["\n", "  \n", "\r\n"])
+def test_blank_lines_are_no_workers(blank: str) -> None:
+    schedule = Schedule.from_csv(f"0F0,0B0\n{blank}1F0,1B0\n{blank}{blank}")
+    assert schedule == Schedule.from_orders(["0F0 0B0", "1F0 1B0"], name="csv")
+
+
 @pytest.mark.parametrize(
     ("table", "says"),
     [
+        ("0F0,0B0\n,,\n", "worker 1 has no stage"),
         ("0F0,0X0\n", "'0X0' is no action"),
         ("0F0,0SEND_X0\n", "'0SEND_X0' is no action"),
         ("0F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "row 0 of the table lacks 0RECV_B0"),

@@ -51,7 +51,7 @@ class Life:
         self._starting = starting
         self._setting_up = setting_up
         self._crew: Crew | None = None
-        self._inputs: MicroBatch | None = None  # to split with, once more should workers be missing
+        self._inputs: MicroBatch | None = None  # of the first batch, to split with once more should workers be missing
         self._ended: str | None = None
         self.dismissed = False
         self._number = 0
@@ -126,9 +126,10 @@ class Life:
     def _start(self, inputs: MicroBatch) -> Crew:
         blueprint = self._blueprint
         blueprint.show(inputs.args, inputs.kwargs)
-        self._inputs = inputs
         if self._launch == "torchrun":
             return self._join_ranks(inputs, lambda: self._split(inputs))
+        if self._example is None:  # a copy: views would keep the whole batch in memory
+            self._inputs = MicroBatch(*inputs.copied_inputs(), None)
         if blueprint.undecided:
             blueprint.decide(self._plan(inputs))
         blueprint.split = self._split(inputs)
@@ -179,7 +180,6 @@ class Life:
         self._ended = None
 
     def _shrink(self, fewest: int) -> None:
-        assert self._inputs is not None
         blueprint = self._blueprint
         reason = f"there are {blueprint.n_workers} workers, and fewer than {fewest} were not allowed"
         if self._splitting["boundaries"] is not None or isinstance(self._setting_up["options"].recompute, tuple):
@@ -190,7 +190,9 @@ class Life:
             except InputError as error:
                 reason = str(error)
                 continue
-            blueprint.split = self._split(self._inputs)
+            inputs = self._inputs if self._example is None else self._example()
+            assert inputs is not None
+            blueprint.split = self._split(inputs)
             devices = self._starting["devices"]
             if not isinstance(devices, str):
                 self._starting = {**self._starting, "devices": devices[:workers]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from stageflow.errors import CheckpointError, InputError
+from stageflow.errors import CheckpointError, InputError, PipelineError
 from stageflow.runtime.batch import TARGET, Batch, MicroBatch, check_values, cut_batch
 from stageflow.runtime.command import StepCommand
 from stageflow.runtime.loss import LossFunction, takes_target
@@ -610,13 +611,18 @@ class Pipeline:
     def close(self) -> None:
         """End all workers; may be called twice. Raises CheckpointError where a save in the background had failed."""
         try:
-            if self._life.usable:
+            if self._life.usable and not self._leaves_others():
                 self._storage.settle()
             else:
                 self._storage.give_up()
         finally:
             self._feed = None
             self._life.end("it was closed", for_good=True)
+
+    def _leaves_others(self) -> bool:
+        """Whether an exception of this rank alone ends its part: the others may be in a step, and wait for it there."""
+        error = sys.exception()
+        return self.launch == "torchrun" and error is not None and not isinstance(error, PipelineError)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -186,3 +186,18 @@ def test_what_breaks_because_another_thread_closed_it_says_so(started):
     with pytest.raises(PipelineClosed, match=r"was closed, by another thread, while train_step\(\) ran") as caught:
         closed_meanwhile()
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_first_batch_is_not_held(started):
+    batch = torch.ones(6, 4)
+    made = a_life()
+    made.start(MicroBatch((batch[:2],), {}, batch[:2]))
+    assert made._inputs is not None
+    assert made._inputs.args[0].untyped_storage().nbytes() == 2 * 4 * 4
+    assert made._inputs.target is None
+
+
+def test_with_an_example_no_inputs_are_held(started):
+    made = a_life(lambda: FIRST)
+    made.start(MicroBatch((torch.ones(6, 4),), {}, None))
+    assert made._inputs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from functools import cache, partial
@@ -14,7 +15,7 @@ from torch import nn
 
 import stageflow as sf
 from stageflow.checkpoint import Series, write_behind
-from stageflow.errors import CheckpointError, InputError
+from stageflow.errors import CheckpointError, InputError, StageFailed
 from stageflow.train import crew
 
 
@@ -159,6 +160,42 @@ def test_closing_tells_of_it_too(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left"):
         pipe.close()
     pipe.close()
+
+
+class PendingSave:
+    """A save under way that says how it was ended."""
+
+    done = False
+
+    def __init__(self) -> None:
+        self.ended = ""
+
+    def result(self) -> None:
+        self.ended = "waited for"
+
+    def abandon(self) -> None:
+        self.ended = "given up"
+
+
+@pytest.mark.parametrize(
+    ("launch", "error", "ended"),
+    [
+        ("torchrun", KeyError("of this rank alone"), "given up"),
+        ("torchrun", StageFailed("told to all ranks"), "waited for"),
+        ("torchrun", None, "waited for"),
+        ("threads", KeyError("in the driver"), "waited for"),
+    ],
+)
+def test_a_rank_that_leaves_by_an_exception_does_not_wait_for_the_others(launch, error, ended):
+    """What waits for a save under torchrun is a call that all ranks have to make."""
+    pending = PendingSave()
+    pipe = pipeline()
+    pipe.launch = launch
+    pipe._storage._pending = pending
+    with contextlib.suppress(KeyError, StageFailed), pipe:
+        if error is not None:
+            raise error
+    assert pending.ended == ended
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, "3", 1.5])

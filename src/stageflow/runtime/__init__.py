@@ -7,7 +7,7 @@
     entry       where received tensors enter a stage's autograd graph; loss, where that graph ends
     put_off     weight gradients that wait from I to W
     recompute   activations that are computed again, layer by layer (whole stages: see stage)
-    saved_buffers   buffers that a forward both changes and keeps
+    saved_buffers   buffers that a forward both changes and keeps; buffer_values, what they were before each forward
     shared      weights that several stages use
     optimize    the update, and what it has to know of all stages; schedulers, their state by parameter
     random      draws that don't depend on where the cuts are

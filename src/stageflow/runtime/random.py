@@ -47,6 +47,9 @@ class Drawn:
     def __bool__(self) -> bool:
         return self.torch or self.python or self.numpy
 
+    def __or__(self, other: Drawn) -> Drawn:
+        return Drawn(self.torch or other.torch, self.python or other.python, self.numpy or other.numpy)
+
 
 class Generators:
     """The process's random generators (torch's on the CPU and on one CUDA device, Python's, numpy's)."""

@@ -110,7 +110,7 @@ class Stage:
         self._device = device
         self._generators = generators
         self._turns = turns
-        self._drawn: dict[tuple[bool, bool], Drawn] = {}
+        self._drawn: dict[bool, Drawn] = {}  # by train/eval mode
         self._kept: dict[int, Kept] = {}
         self._recompute = options.recompute_of(self.index)
         if self._recompute == "layer":
@@ -218,9 +218,10 @@ class Stage:
     def _call(self, job: Job, received: Mapping[int, Bundle]) -> StageResult:
         """The program's forward under the random keys of this micro-batch."""
         inputs = job.inputs
-        mode = (self.program.module.training, torch.is_grad_enabled())
-        drawn = self._drawn.get(mode)
-        if drawn is not None:
+        training = self.program.module.training
+        drawn = self._drawn.get(training)
+        # one that is not keyed may begin to draw at any step, so it is looked at anew in each
+        if drawn is not None and (drawn.torch or job.microbatch != 0):
             seed = self._generators.seeder(*job.key, job.microbatch, drawn)
             with nullcontext() if self._turns is None else self._turns.forward(drawn):
                 seed(-1)
@@ -233,9 +234,10 @@ class Stage:
 
         with nullcontext() if self._turns is None else self._turns.forward(None):
             seed = self._generators.seeder(*job.key, job.microbatch, None)
-            drawn = self._generators.watch(run, seed)
+            seen = self._generators.watch(run, seed)
             # in a process of its own a stage is keyed even if it was not seen to draw: it may yet
-            self._drawn[mode] = drawn if self._turns is not None else replace(drawn, torch=True)
+            seen = seen if self._turns is not None else replace(seen, torch=True)
+            self._drawn[training] = seen if drawn is None else seen | drawn
         return result[0]
 
     def backward(self, microbatch: int, gradients: Mapping[int, Bundle], weight: float) -> dict[int, Bundle]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from programs import CPU, WIDTH, Program, a_batch, programs, stages
 from torch import Tensor, nn
 
 from stageflow.errors import InputError, PipelineError
 from stageflow.graph import Bundle, StageGraph
-from stageflow.runtime.random import Generators
+from stageflow.runtime.random import Generators, Turns
 from stageflow.runtime.stage import Stage, StageOptions
 
 CHAIN = StageGraph.chain(2)
@@ -131,6 +133,34 @@ def test_recomputation_starts_from_what_a_buffer_was_also_if_only_later_forwards
     assert made[0].buffers["0.count"] == 2
     for microbatch in (1, 2):
         torch.testing.assert_close(again[microbatch], sent[microbatch].tensors["x"])
+
+
+class LateDropout(nn.Module):
+    """Draws only once it is told to, from torch's generator and from Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5) * random.random() if self.on else x
+
+
+def test_a_stage_beside_others_is_keyed_also_if_it_first_draws_in_a_later_step():
+    drawn = []
+    for late in (True, False):
+        program = programs(CHAIN, LateDropout)[0]
+        stage = Stage(program, CHAIN, CPU, StageOptions(), Generators(CPU), Turns())
+        program.module.on = not late
+        batch = a_batch(2)
+        for step in range(2):
+            random.seed(late)
+            torch.manual_seed(late)
+            sent = [stage.forward(i, batch.microbatch(i), {}, (0, step), train=True).bundles[1] for i in range(2)]
+            program.module.on = True
+            stage.clear()
+        drawn.append([bundle.tensors["x"] for bundle in sent])
+    torch.testing.assert_close(drawn[0], drawn[1])
 
 
 def test_a_loss_without_weight_adds_nothing_not_even_a_nan():

@@ -76,7 +76,14 @@ def test_words_for_people(text: Path, tmp_path: Path, capsys):
 
 
 def test_a_run_that_can_not_be_is_refused_before_it_starts(text: Path, capsys):
-    assert main(["train", "--data", str(text), "--steps", "0"]) == 2
-    assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+    for flags, words in (
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--stages 0", "--stages must be at least 1, got 0"),
+        ("--microbatches 9 --batch-size 8", "--microbatches 9 of a batch of 8 sequences would be empty"),
+        ("--width 65", "--width must be a multiple of 4"),
+        ("--schedule nope", "unknown schedule 'nope'"),
+    ):
+        assert main(["train", "--data", "/no/such/text", *flags.split()]) == 2  # before the text is looked for
+        assert words in capsys.readouterr().err
     assert main(["train", "--data", "/no/such/text"]) == 2
     assert "no such file or folder" in capsys.readouterr().err

@@ -24,7 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from stageflow.cli.demo import HEADS
 from stageflow.errors import InputError
+from stageflow.schedule import build_schedule
 
 if TYPE_CHECKING:
     from stageflow.cli.demo.job import Call, Job
@@ -82,11 +84,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in ("steps", "batch_size", "sequence_length", "layers", "width", "threads"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not 0.0 <= args.lr < math.inf:
-        raise InputError(f"--lr must be a finite number >= 0, got {args.lr}")
+    _check(args)
     leads = int(os.environ.get("RANK", "0")) == 0
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if leads else _silent
     job = _job(args)
@@ -108,6 +106,25 @@ def run(args: argparse.Namespace) -> int:
     if not parity:
         print("the losses are NOT those of one process", file=sys.stderr)
     return 0 if parity else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse flags that can't work before any text is read. Raises InputError."""
+    counts = ("stages", "microbatches", "steps", "batch_size", "sequence_length", "layers", "width", "threads")
+    for name in counts:
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not 0.0 <= args.lr < math.inf:
+        raise InputError(f"--lr must be a finite number >= 0, got {args.lr}")
+    if args.microbatches > args.batch_size:
+        raise InputError(
+            f"--microbatches {args.microbatches} of a batch of {args.batch_size} sequences would be empty: at most "
+            f"{args.batch_size}, or a larger --batch-size"
+        )
+    if args.width % HEADS:
+        raise InputError(f"--width must be a multiple of {HEADS}, the heads of the GPT, got {args.width}")
+    if args.schedule != "auto":
+        build_schedule(args.schedule, stages=args.stages, microbatches=args.microbatches)
 
 
 def _silent(*_: object) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stageflow.cli.demo import HEADS
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -23,7 +25,7 @@ class GPTConfig:
     length: int = 256
     layers: int = 8
     width: int = 256
-    heads: int = 4
+    heads: int = HEADS
 
 
 class Embedding(nn.Module):

@@ -13,6 +13,7 @@ from stageflow.runtime.command import WorkerSetup
 from stageflow.runtime.stage import StageOptions
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.schedule.build import SIMULATED
+from stageflow.schedule.families import FAMILIES
 from stageflow.split import Split
 from stageflow.train.planned import AUTO, recompute_of
 from stageflow.transport.structure import flatten
@@ -152,7 +153,7 @@ class Blueprint:
     def _training(self, microbatches: int) -> Schedule:
         wanted = self._wanted
         if not isinstance(wanted, Schedule):
-            return self._build("1f1b" if wanted == AUTO else wanted, microbatches)
+            return self._named("1f1b" if wanted == AUTO else wanted, microbatches)
         if microbatches != wanted.microbatches:
             if self.plan is not None:
                 return self._planned(self.plan, microbatches)
@@ -178,6 +179,18 @@ class Blueprint:
             seconds=SHORT_SEARCH,
         )
         return Schedule(plan.schedule.name, self._graph, plan.placement, microbatches, found.schedule.orders)
+
+    def _named(self, name: str, microbatches: int) -> Schedule:
+        """The named schedule, or for a batch that gives too few micro-batches for it one that takes any number.
+
+        dualpipe_v has a minimum; zb_v goes the same V, and takes its place on a short last batch.
+        """
+        try:
+            return self._build(name, microbatches)
+        except InputError:
+            if microbatches >= self.microbatches or FAMILIES[name].placement != "fold":
+                raise
+            return self._build("zb_v", microbatches)
 
     def _build(self, name: str, microbatches: int) -> Schedule:
         return build_schedule(

@@ -62,6 +62,19 @@ def test_very_many_micro_batches_are_planned_once_a_batch_has_them():
     assert made.schedule_for(3).microbatches == 3
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "forward_only"])
+def test_every_named_schedule_takes_a_short_last_batch_on_the_same_workers(name):
+    made = Blueprint(4, 8, name, None)
+    for microbatches in (1, 3, 7):
+        short = made.schedule_for(microbatches)
+        assert (short.microbatches, short.placement) == (microbatches, made.placement)
+
+
+def test_too_few_micro_batches_for_a_full_batch_are_refused():
+    with pytest.raises(InputError, match="dualpipe_v"):
+        Blueprint(4, 2, "dualpipe_v", None)
+
+
 def test_an_own_schedule_is_for_its_own_number_of_micro_batches():
     own = build_schedule("1f1b", stages=2, microbatches=4)
     made = Blueprint(2, 4, own, None)

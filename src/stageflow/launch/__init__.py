@@ -4,6 +4,9 @@ base        what a group of workers is, and what a worker is given
 supervisor  decides: notices in, commands out
 group       obeys it; threads and processes add how
 zygote      what worker processes are forked from; server is the driver's side of it, worker what they become
+travel      packs what goes to a worker process; channel carries it, and servant answers there
+board       what every worker shows of itself; watch, how ranks learn of a failure; trace, the stacks of all its threads
+failure     an exception that crosses processes; guard, the missing ``__main__`` guard
 torchrun    ranks without a driver; agreement decides for them
 """
 

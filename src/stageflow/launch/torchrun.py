@@ -172,12 +172,6 @@ class TorchrunGroup:
         except RuntimeError as error:
             raise TransportError(f"the job's store is gone, and whoever held it: {error}") from error
 
-    def broadcast_object(self, value: T | None, source: int = 0) -> T:
-        """The value of rank ``source``, on every rank; small and plain, or of classes all ranks have."""
-        box = [value]
-        dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
-        return box[0]  # type: ignore[return-value]
-
     def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
         values: list[Any] = [None] * self.size

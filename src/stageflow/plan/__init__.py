@@ -1,11 +1,13 @@
 """Measure a model, cut it, choose its schedule, prove how good that is.
 
-    profile     what every block takes, measured or worked out
+    profile     what every block takes, measured or worked out; devices, the accelerators it is worked out for
     partition   blocks become stages
     search      stages become a schedule
     bounds      what no schedule can beat
     plan        all of it together, with what it predicts
-    make        from a model to a plan
+    make        from a model to a plan; choose, of cuts, placements and schedules; stages, what those of a cut cost
+    advice      what would make a plan better; verdict, when a pipeline is the wrong tool
+    page        a plan as a picture
 
 Names are loaded when first used: only measuring needs torch.
 """

@@ -36,14 +36,9 @@ class Accelerator:
         """Operations per second on numbers of so many bytes."""
         return self.half if itemsize <= 2 else self.single
 
-    def as_device(self, reserved: float = 0.0, latency: float = PCIE_LATENCY) -> Device:
-        """A device for partitions of a profile that was counted for this accelerator.
-
-        reserved: bytes that stages can't have. latency: seconds.
-        """
-        if not 0.0 <= reserved < self.memory:
-            raise InputError(f"reserved={reserved} bytes must be less than the {self.memory:.0f} that {self.name} has")
-        return Device(memory=self.memory - reserved, latency=latency, bandwidth=self.link)
+    def as_device(self) -> Device:
+        """A device for partitions of a profile that was counted for this accelerator."""
+        return Device(memory=self.memory, latency=PCIE_LATENCY, bandwidth=self.link)
 
 
 TERA, GIGA = 1e12, 1e9

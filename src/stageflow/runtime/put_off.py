@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
 def linear(put_off: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
     """``F.linear`` (``x @ weight + bias`` where transposed) whose weight gradients wait for W."""
     leaves = (weight if weight.requires_grad else None, bias if bias is not None and bias.requires_grad else None)
-    if not _can_put_off(put_off, x, leaves):
+    if not _can_put_off(put_off, leaves):
         return F.linear(x, weight.t() if transposed else weight, bias)
     if _is_autocast_on(x):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -179,7 +179,7 @@ def _autocast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
 
 
-def _can_put_off(put_off: PutOff, x: Tensor, leaves: tuple[Tensor | None, ...]) -> bool:
+def _can_put_off(put_off: PutOff, leaves: tuple[Tensor | None, ...]) -> bool:
     if not put_off.splitting or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed():
         return False
     trained = [leaf for leaf in leaves if leaf is not None]
@@ -263,7 +263,7 @@ def _convolution_forward(
     dims = len(layer.kernel_size)
     simple = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and x.dim() == dims + 2
     simple = simple and not weight.is_complex()  # torch makes three real ones of it
-    if not simple or _is_autocast_on(x) or not _can_put_off(layer._put_off, x, leaves):
+    if not simple or _is_autocast_on(x) or not _can_put_off(layer._put_off, leaves):
         return plain(x, weight, bias)
     settings = (list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
     return _Convolution.apply(x, weight, bias, layer._put_off, leaves, settings)  # type: ignore[no-any-return]
@@ -287,7 +287,7 @@ class _AttentionLayer:
             and not query.is_nested
             and not _is_autocast_on(query)
         )
-        if not simple or not _can_put_off(self._put_off, query, tuple(p for p in leaves if p is not None)):
+        if not simple or not _can_put_off(self._put_off, tuple(p for p in leaves if p is not None)):
             return super().forward(query, key, value, *args, **kwargs)  # type: ignore[misc]
         return self._self_attention(query, **{name: options.get(name) for name in (names[0], names[2], names[4])}), None
 

@@ -16,14 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute_layers(layers: Iterable[nn.Module]) -> int:
-    """Make every layer that holds parameters keep only its input; returns how many there are."""
-    count = 0
+def recompute_layers(layers: Iterable[nn.Module]) -> None:
+    """Make every layer that holds parameters keep only its input."""
     for layer in layers:
         if next(layer.parameters(), None) is not None and not issubclass(type(layer), _Recomputed):
             layer.__class__ = _recomputing_class(type(layer))
-            count += 1
-    return count
 
 
 class _Recomputed:

@@ -6,6 +6,8 @@ life        starts the workers when they are first needed, and ends them once
 blueprint   the split, the schedule for each number of micro-batches, each worker's setup
 start       the launcher and transport asked for; wiring, which transport joins the workers
 crew        all workers of a pipeline, commanded by a driver; ranks, the same under torchrun, where there is none
-state       a model's state from and to stages
+planned     what a plan decides, and making one where "auto" was asked for
+state       a model's state from and to stages; storage, to and from files
+fit         a run that goes on after failures; feed, its batches; callbacks, what may be hooked into it
 report      what can be seen of a pipeline and its last step
 """

@@ -31,11 +31,6 @@ class Hub:
         """The door of worker ``rank``, to be used by one thread."""
         return InprocEndpoint(self, rank, interrupt or Interrupt())
 
-    def wake(self) -> None:
-        """Let every waiting endpoint look at its interrupt now; callable from any thread."""
-        with self._changed:
-            self._changed.notify_all()
-
 
 class InprocEndpoint(Endpoint):
     """Made by `Hub.endpoint`. The tensors of a sent message are copied before `send` returns, on their own device."""

@@ -21,10 +21,8 @@ def test_names_that_are_unknown_or_not_enough_are_refused():
 def test_one_of_your_own():
     own = Accelerator("mine", "measured", half=2e12, single=1e12, memory=1e9, bandwidth=1e11, link=1e9)
     assert accelerator(own) is own
-    device = own.as_device(reserved=2e8)
-    assert (device.memory, device.bandwidth, device.speed) == (8e8, 1e9, 1.0)
-    with pytest.raises(InputError, match="reserved"):
-        own.as_device(reserved=2e9)
+    device = own.as_device()
+    assert (device.memory, device.bandwidth, device.speed) == (1e9, 1e9, 1.0)
 
 
 @pytest.mark.parametrize("each", ACCELERATORS, ids=lambda each: each.name)

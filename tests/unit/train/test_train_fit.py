@@ -579,6 +579,7 @@ def scarce(monkeypatch):
     """After the first start, no more than so many workers can be had."""
     from stageflow.train import life
 
+    undisturbed("list")  # starts workers too, unless a test before has
     start, starts = life.start_crew, []
 
     def few(in_process: bool, setups: Any, **options: Any) -> Any:

@@ -21,7 +21,10 @@ FREE = 0.002  # of a step's time; what costs less counts as free
 LIGHTER = 0.5
 
 Search = Callable[["Plan", int, bool], float]
-"""Seconds of the best step found for other (micro-batches, memory limited or not) with the plan's stages."""
+"""Seconds of the best step found for other (micro-batches, memory limited or not) with the plan's stages.
+
+Raises StageflowError where there is none.
+"""
 
 
 def advise(plan: Plan, search: Search) -> tuple[Advice, ...]:
@@ -63,7 +66,10 @@ def _gain(plan: Plan, step: float) -> float:
 
 def _microbatches(plan: Plan, search: Search) -> Iterator[Advice]:
     """Twice as many of the same size: a batch twice as large, so what counts is the time of a sample."""
-    step = search(plan, 2 * plan.microbatches, True)
+    try:
+        step = search(plan, 2 * plan.microbatches, True)
+    except StageflowError:  # they don't fit into memory
+        return
     yield Advice(
         f"{2 * plan.microbatches} micro-batches instead of {plan.microbatches}, each as large as now",
         step,

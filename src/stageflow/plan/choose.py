@@ -11,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from stageflow.errors import SplitError, StageflowError
 from stageflow.plan.advice import advise, moved_cuts
 from stageflow.plan.bounds import Bound, lower_bound
-from stageflow.plan.partition import Device, split_chain
+from stageflow.plan.drafts import Draft, draft
+from stageflow.plan.partition import Device
 from stageflow.plan.plan import Plan
 from stageflow.plan.search import find_schedule
-from stageflow.plan.shapes import AUTO, Shape, Wish, Work, in_flight, shapes_of
-from stageflow.plan.stages import costs_of, footprint_of, link_between, plan_stages
+from stageflow.plan.shapes import AUTO, Shape, Wish, Work, shapes_of
+from stageflow.plan.stages import costs_of, footprint_of, plan_stages
 from stageflow.plan.verdict import speaks_against
 from stageflow.plan.words import size_words
 from stageflow.schedule import build_schedule
@@ -33,15 +33,6 @@ MOVES = 300_000  # actions simulated while cuts move: bounds the time without lo
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A shape with its cuts, before it has a schedule."""
-
-    shape: Shape
-    cuts: tuple[int, ...]
-    recompute: tuple[bool, ...]
-
-
 def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Tell) -> Plan:
     """The best plan found, with its bound.
 
@@ -51,13 +42,13 @@ def choose(works: Sequence[Work], wish: Wish, names: Mapping[str, Any], tell: Te
     """
     drafts, refusals = _drafts(works, wish)
     found: list[Plan] = []
-    for number, draft in enumerate(drafts):
-        tell(f"schedules of {draft.shape}")
+    for number, each in enumerate(drafts):
+        tell(f"schedules of {each.shape}")
         try:
-            plan = _schedule(draft, wish, names, QUICK * wish.seconds / len(drafts), number)
+            plan = _schedule(each, wish, names, QUICK * wish.seconds / len(drafts), number)
             found.append(_move(plan, wish, MOVES // len(drafts)))
         except StageflowError as error:
-            refusals.append((draft.shape, error))
+            refusals.append((each.shape, error))
     if not found:
         raise _nothing_fits(refusals)
     best = min(found, key=lambda plan: plan.step)
@@ -88,41 +79,17 @@ def _drafts(works: Sequence[Work], wish: Wish) -> tuple[list[Draft], list[tuple[
         for shape in shapes_of(work, wish):
             for overlap in (False, True):
                 try:
-                    drafts[_cut(shape, wish, overlap)] = None
+                    drafts[draft(shape, wish, overlap)] = None
                 except StageflowError as error:
                     if not overlap:
                         refusals.append((shape, error))
     return list(drafts), refusals
 
 
-def _cut(shape: Shape, wish: Wish, overlap: bool) -> Draft:
-    """The best cuts by the model of a step: stage by stage, as if stages of one device were devices of their own."""
-    placement, work = shape.placement, shape.work
-    partition = split_chain(
-        work.blocks,
-        [_seat(wish.devices, placement, stage) for stage in range(len(placement))],
-        microbatches=work.microbatches,
-        in_flight=in_flight(shape),
-        recompute=wish.recompute,
-        ties=work.ties,
-        overlap=overlap,
-    )
-    return Draft(shape, partition.cuts, partition.recompute)
-
-
-def _seat(devices: Sequence[Device], placement: Sequence[int], stage: int) -> Device:
-    """A stage's share of its device, with the link to where the next stage sits."""
-    worker = placement[stage]
-    after = placement[stage + 1] if stage + 1 < len(placement) else worker
-    latency, bandwidth = link_between(devices, worker, after)
-    memory = devices[worker].memory / placement.count(worker)
-    return Device(devices[worker].speed, memory, latency, bandwidth)
-
-
-def _schedule(draft: Draft, wish: Wish, names: Mapping[str, Any], seconds: float, number: int) -> Plan:
-    """The draft with a schedule. Raises StageflowError where none fits into memory."""
-    work, placement = draft.shape.work, draft.shape.placement
-    stages = plan_stages(work.blocks, draft.cuts, placement, draft.recompute, wish.devices, work.ties)
+def _schedule(of: Draft, wish: Wish, names: Mapping[str, Any], seconds: float, number: int) -> Plan:
+    """A draft with a schedule. Raises StageflowError where none fits into memory."""
+    work, placement = of.shape.work, of.shape.placement
+    stages = plan_stages(work.blocks, of.cuts, placement, of.recompute, wish.devices, work.ties)
     costs, footprint = costs_of(stages, wish.devices), footprint_of(stages)
     memory = _limits(wish.devices)
     if wish.schedule == AUTO:
@@ -145,8 +112,8 @@ def _schedule(draft: Draft, wish: Wish, names: Mapping[str, Any], seconds: float
     plan = Plan(
         blocks=work.blocks,
         devices=wish.devices,
-        cuts=draft.cuts,
-        recompute=draft.recompute,
+        cuts=of.cuts,
+        recompute=of.recompute,
         schedule=schedule,
         bound=bound,
         ties=work.ties,
@@ -173,11 +140,14 @@ def _check_memory(plan: Plan) -> None:
 def _improve(plan: Plan, wish: Wish, seconds: float) -> Plan:
     """Better cuts for its orders, then better orders for its cuts."""
     moved = _move(plan, wish, MOVES)
-    draft = Draft(
+    better = Draft(
         Shape(Work(plan.microbatches, plan.blocks, plan.ties), plan.placement, ""), moved.cuts, moved.recompute
     )
     names = {"model": plan.model, "samples": plan.samples, "unit": plan.unit}
-    return min(moved, _schedule(draft, wish, names, seconds, 0), key=lambda plan: plan.step)
+    try:
+        return min(moved, _schedule(better, wish, names, seconds, 0), key=lambda plan: plan.step)
+    except StageflowError:  # none was found that fits with these cuts: the orders there are do
+        return moved
 
 
 def _move(plan: Plan, wish: Wish, actions: int) -> Plan:
@@ -222,6 +192,8 @@ def _searcher(wish: Wish) -> Callable[[Plan, int, bool], float]:
             built = build_schedule(
                 wish.schedule, stages=len(plan.stages), microbatches=microbatches, placement=plan.placement
             )
+            if limited:
+                _check_memory(dataclasses.replace(plan, schedule=built))
             return built.simulate(plan.costs).makespan
         found = find_schedule(
             stages=len(plan.stages),

@@ -101,14 +101,19 @@ def _named(work: Work, wish: Wish) -> Shape:
     return Shape(work, built.placement, wish.schedule)
 
 
-def in_flight(shape: Shape) -> list[int]:
-    """Per stage, the most micro-batches whose activations the shape's pattern keeps at once."""
-    schedule = build_schedule(
+def pattern_of(shape: Shape) -> Schedule:
+    """The shape's pattern as a schedule."""
+    return build_schedule(
         shape.pattern,
         stages=len(shape.placement),
         microbatches=shape.work.microbatches,
         placement=shape.placement,
     )
+
+
+def in_flight(shape: Shape) -> list[int]:
+    """Per stage, the most micro-batches whose activations the shape's pattern keeps at once."""
+    schedule = pattern_of(shape)
     return [_most(schedule, stage) for stage in range(schedule.n_stages)]
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def describe(plan: Plan) -> str:
     """The plan as text."""
-    batch = f" of {plan.samples} samples" if plan.samples else ""
+    batch = f"a batch of {_count(plan.samples, 'sample')} in " if plan.samples else ""
     head = (
         f"{plan.model}: {_count(len(plan.stages), 'stage')} on {_count(len(plan.devices), 'device')}, "
-        f"{_count(plan.microbatches, 'micro-batch', 'micro-batches')}{batch}, schedule {plan.schedule.name}"
+        f"{batch}{_count(plan.microbatches, 'micro-batch', 'micro-batches')}, schedule {plan.schedule.name}"
     )
     lines = [
         head,

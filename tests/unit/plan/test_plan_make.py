@@ -13,6 +13,7 @@ from plan_examples import MIB, block, blocks
 
 from stageflow.errors import InputError, ScheduleError, SplitError
 from stageflow.plan import Block, Device, Plan, make_plan
+from stageflow.plan import choose as choosing
 from stageflow.plan.choose import choose
 from stageflow.plan.shapes import Wish, Work, in_flight, shapes_of
 from stageflow.plan.sizes import between, counts_to_try
@@ -149,6 +150,57 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
 def test_a_named_schedule_that_needs_too_much_is_refused_by_device() -> None:
     with pytest.raises(SplitError, match=r"needs .* MiB|fits into memory"):
         plan_of([1] * 4, 2, microbatches=16, memory=90 * MIB, schedule="gpipe", recompute=False)
+
+
+def weights(*sizes: float) -> list[Block]:
+    return [Block(f"b{number}", 1.0, 2.0, 1.0, 1.0, parameters=size) for number, size in enumerate(sizes)]
+
+
+def test_stages_share_the_memory_of_their_device_as_they_need_it() -> None:
+    plan = plan_of(weights(8, 8, 2, 2), 2, microbatches=4, stages=4, memory=10.5)
+    assert plan.fits
+    assert plan.memory == (10, 10)
+    # only one cut of these leaves no device above 12: found by trying them
+    assert plan_of(weights(2, 6, 6, 4, 4, 2), 2, microbatches=4, stages=4, memory=12).fits
+    tight = [block(f"b{number}", parameters=size * MIB) for number, size in enumerate((80, 80, 5, 5))]
+    recomputing = plan_of(tight, 2, microbatches=4, stages=4, memory=134 * MIB)
+    assert recomputing.fits
+    assert any(recomputing.recompute)
+
+
+def test_a_refusal_names_the_memory_that_the_device_has() -> None:
+    with pytest.raises(SplitError, match="needs 10 B on device 1, which has 9.5 B"):
+        plan_of(weights(8, 8, 2, 2), 2, microbatches=4, stages=4, memory=9.5)
+    with pytest.raises(SplitError, match="need of 8 B where its device has 7 B"):
+        plan_of(weights(8, 8, 2, 2), 2, microbatches=4, stages=4, memory=7)
+
+
+def test_no_advice_that_does_not_fit() -> None:
+    row = [Block(f"b{number}", 1.0, 2.0, 1.0, 1.0, activation=1.0) for number in range(4)]
+    options: dict[str, Any] = {"schedule": "gpipe", "recompute": False}
+    full = plan_of(row, 4, microbatches=4, memory=4.0, **options)
+    assert not [advice for advice in full.advice if "micro-batches" in advice.change]
+    with pytest.raises(SplitError):
+        plan_of(row, 4, microbatches=8, memory=4.0, **options)
+    roomy = plan_of(row, 4, microbatches=4, memory=8.0, **options)
+    assert roomy.advice[0].change.startswith("8 micro-batches instead of 4")
+
+
+def test_a_later_search_that_finds_nothing_does_not_lose_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of((1, 2, 1, 1, 3, 1), 2, microbatches=4)
+
+    def search(**_: Any) -> Any:
+        raise SplitError("none fits")
+
+    monkeypatch.setattr(choosing, "find_schedule", search)
+    better = choosing._improve(plan, Wish(plan.devices), SECONDS)
+    assert better.fits
+    assert better.step <= plan.step
+    assert not [
+        each
+        for each in choosing.judge(plan, Wish(plan.devices), print).advice
+        if "micro-batches instead" in each.change
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ its parts

@@ -56,7 +56,7 @@ def test_the_table_shows_everything() -> None:
         advice=(Advice("a faster link", 0.02, 0.125), Advice("block 'x' may grow", 0.03, 0.0)),
     )
     text = str(plan)
-    assert "Model: 2 stages on 2 devices, 4 micro-batches of 64 samples, schedule 1f1b" in text
+    assert "Model: 2 stages on 2 devices, a batch of 64 samples in 4 micro-batches, schedule 1f1b" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "layers.0,", "layers.1", "0", "10", "MiB", "8", "ms", "61", "MiB", "yes"] in rows
     assert ["1", "layers.2,", "layers.3", "1", "10", "MiB", "6", "ms", "60", "MiB", "no"] in rows

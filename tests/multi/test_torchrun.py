@@ -15,7 +15,14 @@ SCRIPT = Path(__file__).with_name("torchrun_training.py")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("job", "words"),
-    [("train", "trained"), ("fail", "failed well"), ("differ", "refused"), ("wait", "waited"), ("stop", "found")],
+    [
+        ("train", "trained"),
+        ("predict", "predicted"),
+        ("fail", "failed well"),
+        ("differ", "refused"),
+        ("wait", "waited"),
+        ("stop", "found"),
+    ],
 )
 def test_under_torchrun(job: str, words: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

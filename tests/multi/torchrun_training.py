@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 import sys
@@ -85,6 +86,35 @@ def train(folder: str) -> None:
             torch.testing.assert_close(pipe.state_dict()["embed.weight"], state["embed.weight"])
             assert len({event.worker for event in pipe.last_step.events}) == 2
     print("trained")
+
+
+class Pair:
+    """A plain object at the top of the script."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def predict(_: str) -> None:
+    """Outputs of plain classes, also of one made inside a function, come to every rank."""
+
+    @dataclasses.dataclass
+    class Local:
+        pair: Pair
+
+    class Wraps(nn.Module):
+        def forward(self, x: Tensor) -> Local:
+            return Local(Pair(x))
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    layers = [nn.Linear(4, 4), nn.Tanh(), Wraps()]
+    with sf.Pipeline(layers, stages=2, microbatches=4, timeout=30.0, boundaries=["1"]) as pipe:
+        output = pipe.predict(x)
+    assert type(output).__name__ == "Local"
+    assert isinstance(output.pair, Pair)
+    torch.testing.assert_close(output.pair.x, layers[1](layers[0](x)))
+    print("predicted")
 
 
 class Fails(nn.Module):
@@ -174,4 +204,6 @@ def stop(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    {"train": train, "fail": fail, "differ": differ, "wait": wait, "stop": stop}[sys.argv[1]](sys.argv[2])
+    {"train": train, "predict": predict, "fail": fail, "differ": differ, "wait": wait, "stop": stop}[sys.argv[1]](
+        sys.argv[2]
+    )

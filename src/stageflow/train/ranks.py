@@ -29,7 +29,7 @@ from stageflow.schedule.actions import Orders
 from stageflow.split import Split
 from stageflow.train.crew import Crew, StepResult, TrainingWorker, Wanted
 from stageflow.transport.base import Endpoint, Tag
-from stageflow.transport.structure import flatten, unflatten
+from stageflow.transport.structure import flatten, imported, unflatten
 
 T = TypeVar("T")
 
@@ -183,8 +183,10 @@ class RankCrew(Crew):
         """Every micro-batch's output on every rank."""
         if command.mode != "predict":
             return []
-        flats = self._ranks.exchange([report.outputs[i] for i in sorted(report.outputs)])[self._output_worker]
-        return [unflatten(meta, tensors) for tensors, meta in flats]
+        mine = ([report.outputs[i] for i in sorted(report.outputs)], _pack_classes(report.classes))
+        flats, packed = self._ranks.exchange(mine)[self._output_worker]
+        classes = _unpack_classes(packed)
+        return [unflatten(meta, tensors, classes) for tensors, meta in flats]
 
     def state(self, number: int, kind: StateKind) -> tuple[dict[str, Tensor], list[Any]]:
         def work() -> tuple[dict[str, Tensor], list[Any]]:
@@ -265,6 +267,20 @@ class RankCrew(Crew):
 
     def close(self) -> None:
         self._ranks.close()
+
+
+def _pack_classes(classes: Mapping[str, type]) -> Tensor | None:
+    """Classes of outputs for the other ranks, where one made inside a function can't be found by its name."""
+    return torch.frombuffer(bytearray(cloudpickle.dumps(dict(classes))), dtype=torch.uint8) if classes else None
+
+
+def _unpack_classes(packed: Tensor | None) -> dict[str, type]:
+    """By name. Of what this rank's own script or modules define, its own class: so `isinstance` holds there."""
+    if packed is None:
+        return {}
+    given: dict[str, type] = cloudpickle.loads(packed.cpu().numpy().tobytes())
+    found = {name: imported(name) for name in given}
+    return {name: found[name] if isinstance(found[name], type) else cls for name, cls in given.items()}
 
 
 class _RanksSave:

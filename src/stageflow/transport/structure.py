@@ -75,6 +75,15 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def imported(name: str) -> Any:
+    """What modules that are already imported here have under a class's name; None where they have nothing."""
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 class _NoPlainFormError(Exception):
     """Says what is wrong with the value at the walk's path."""
 
@@ -272,10 +281,7 @@ class _Unflattener:
         """The class of that name, if it is known here and of the right sort."""
         found = self._classes.get(name)
         if found is None:
-            module, _, qualname = name.partition(":")
-            found = sys.modules.get(module)
-            for part in qualname.split("."):
-                found = getattr(found, part, None)
+            found = imported(name)
         if found is None:
             raise FrameError(
                 f"class {name!r} is not known in this process: define it at the top level of a module that is "

@@ -17,6 +17,7 @@ from stageflow.plan.progress import Progress
 from stageflow.plan.shapes import AUTO, PER_DEVICE, Wish, Work
 from stageflow.plan.sizes import Sizes
 from stageflow.plan.words import bytes_of
+from stageflow.whole import as_whole
 
 if TYPE_CHECKING:
     from stageflow.plan.plan import Plan
@@ -70,6 +71,7 @@ def make_plan(
     memory, with the numbers.
     """
     _check(microbatches, stages, schedule, recompute, seconds)
+    microbatches, stages = as_whole(microbatches), as_whole(stages)
     given, accelerators = _devices(devices, memory, link)
     wish = Wish(given, schedule, recompute, stages, seconds, seed)
     names = {"model": name or "a profile", "samples": 0, "unit": unit}
@@ -96,7 +98,7 @@ def make_plan(
 
 def _check(microbatches: Any, stages: Any, schedule: Any, recompute: Any, seconds: Any) -> None:
     for what, count in (("microbatches", microbatches), ("stages", stages)):
-        if count is not None and not _is_count(count):
+        if count is not None and as_whole(count, 1) is None:
             raise InputError(f"{what} must be a whole number >= 1, or None to choose, got {count!r}")
     if recompute not in (True, False, "auto"):
         raise InputError(f"recompute must be True, False or 'auto', got {recompute!r}")
@@ -104,10 +106,6 @@ def _check(microbatches: Any, stages: Any, schedule: Any, recompute: Any, second
         raise InputError(f"schedule must be a name or 'auto', got a {type(schedule).__name__}")
     if not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
         raise InputError(f"seconds must be a number > 0, got {seconds!r}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _devices(
@@ -118,8 +116,9 @@ def _devices(
     What is given for all wins over what a device says itself.
     """
     accelerators: tuple[Accelerator, ...] = ()
-    if _is_count(devices):
-        chosen = [Device() for _ in range(devices)]  # type: ignore[arg-type]
+    count = as_whole(devices, 1)
+    if count is not None:
+        chosen = [Device() for _ in range(count)]
     elif not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise InputError(f"devices must be a whole number >= 1, or a list of one per worker, got {devices!r}")
     elif all(isinstance(each, Device) for each in devices):

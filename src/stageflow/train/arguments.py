@@ -18,6 +18,7 @@ from stageflow.plan.shapes import AUTO, PER_DEVICE
 from stageflow.runtime.stage import Recompute
 from stageflow.schedule import SCHEDULES, Schedule, build_schedule
 from stageflow.transport.cores import usable_cores
+from stageflow.whole import as_whole
 
 LONGEST_TIMEOUT = 1e8  # three years, which the system's clocks still take: math.inf means for ever
 
@@ -60,9 +61,10 @@ def count_stages(
         return schedule.n_stages
     if stages == "auto":
         return _stages_on(workers or count_devices(device), schedule)
-    if not _is_whole(stages, 1):
+    count = as_whole(stages, 1)
+    if count is None:
         raise InputError(f"stages must be a whole number >= 1 or 'auto', got {stages!r}")
-    return stages
+    return count
 
 
 def count_devices(device: str | Sequence[str]) -> int:
@@ -95,9 +97,10 @@ def count_microbatches(microbatches: int | None, stages: int, schedule: str | Sc
         return schedule.microbatches
     if microbatches is None:
         return PER_DEVICE * stages if schedule == AUTO else stages
-    if not _is_whole(microbatches, 1):
+    count = as_whole(microbatches, 1)
+    if count is None:
         raise InputError(f"microbatches must be a whole number >= 1, got {microbatches!r}")
-    return microbatches
+    return count
 
 
 def check_functions(**functions: Any) -> None:
@@ -139,14 +142,14 @@ def check_options(
     timeout: Any,
 ) -> None:
     """Raise InputError for an option of `Pipeline` that can't be, before it fails far from here or is believed."""
-    if workers is not None and not _is_whole(workers, 1):
+    if workers is not None and as_whole(workers, 1) is None:
         raise InputError(f"workers must be a whole number >= 1, or None for what suits the schedule, got {workers!r}")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
         raise InputError(f"max_grad_norm must be a number > 0, or None not to clip, got {max_grad_norm!r}")
     if batch_dims is not None and not isinstance(batch_dims, Mapping):
         raise InputError(f"batch_dims must map names of arguments to dimensions, got {batch_dims!r}")
     for name, dim in (batch_dims or {}).items():
-        if dim is not None and not _is_whole(dim, 0):
+        if dim is not None and as_whole(dim, 0) is None:
             raise InputError(f"batch_dims[{name!r}] must be a dimension counted from 0, or None, got {dim!r}")
     names = [device] if isinstance(device, str) else device
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -155,16 +158,12 @@ def check_options(
         floating = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
         if value is not None and not floating:
             raise InputError(f"{option} must be a floating-point torch.dtype or None, got {value!r}")
-    if not _is_whole(seed):
+    if as_whole(seed) is None:
         raise InputError(f"seed must be a whole number, got {seed!r}")
-    if not _is_whole(threads, 1):
+    if as_whole(threads, 1) is None:
         raise InputError(f"threads must be a whole number >= 1, got {threads!r}")
     if not (_is_number(timeout) and timeout > 0):
         raise InputError(f"timeout must be positive seconds, got {timeout!r}")
-
-
-def _is_whole(value: Any, least: int | None = None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def _is_number(value: Any) -> bool:

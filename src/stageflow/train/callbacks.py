@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stageflow.errors import InputError
+from stageflow.whole import as_whole
 
 if TYPE_CHECKING:
     from stageflow.train.pipeline import Pipeline
@@ -137,7 +138,7 @@ class Evaluate(Callback):
     """
 
     def __init__(self, batches: Iterable[Any], every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if as_whole(every, 1) is None:
             raise InputError(f"every must be a whole number of steps >= 1, got {every!r}")
         self._batches = batches
         self._every = every

@@ -29,6 +29,7 @@ from stageflow.launch.server import keep_warm
 from stageflow.train.callbacks import Callback, FitReport, Restart, Run, as_step, check_callbacks
 from stageflow.train.feed import Feed, Place, Source
 from stageflow.train.storage import PLACE
+from stageflow.whole import as_whole
 
 if TYPE_CHECKING:
     from stageflow.train.pipeline import Pipeline
@@ -411,5 +412,5 @@ def _check_counts(**counts: Any) -> None:
         smallest = least.get(name, 1)
         if value is None and name in ("steps", "checkpoint_every", "min_workers"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        if as_whole(value, smallest) is None:
             raise InputError(f"{name} must be a whole number >= {smallest}, got {value!r}")

@@ -45,6 +45,7 @@ from stageflow.train.report import Description, StepView
 from stageflow.train.start import Launch, choose_launch
 from stageflow.train.state import check_state, parts_for, whole_state
 from stageflow.train.storage import PLACE, Storage
+from stageflow.whole import as_whole
 
 if TYPE_CHECKING:
     from stageflow.checkpoint import Checkpoint
@@ -148,6 +149,8 @@ class Pipeline:
             timeout=timeout,
         )
         timeout = min(timeout, LONGEST_TIMEOUT)
+        workers = as_whole(workers)
+        seed, threads = int(seed), int(threads)  # what travels between processes is Python's own
         given = {"stages": stages, "microbatches": microbatches, "schedule": schedule, "workers": workers}
         given |= {"boundaries": boundaries, "balance": balance, "recompute": recompute}
         wanted = follow(check_plan(plan), given)
@@ -158,7 +161,7 @@ class Pipeline:
         )
         self._reduction: Reduction = reduction
         self._example = None if example is None else as_call(example)
-        self._batch_dims = dict(batch_dims or {})
+        self._batch_dims = {name: as_whole(dim) for name, dim in (batch_dims or {}).items()}
         self._positional = positional_names(model)
         # a model with an argument of that name gets it, unless the loss function can't do without
         self._model_takes_target = has_argument(model, TARGET) and (loss is None or not takes_target(loss))

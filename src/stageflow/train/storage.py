@@ -13,6 +13,7 @@ import torch
 from stageflow.checkpoint import Checkpoint, Pending, Progress, Series, open_checkpoint
 from stageflow.errors import CheckpointError, InputError
 from stageflow.train.life import Life
+from stageflow.whole import as_whole
 
 log = logging.getLogger("stageflow")
 
@@ -38,7 +39,7 @@ class Storage:
         self, directory: str | Path, step: int, extra: Mapping[str, Any], keep: int | None, background: bool
     ) -> Path:
         """See `Pipeline.save`; returns where the checkpoint is, or will be once it is written."""
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        if keep is not None and as_whole(keep, 1) is None:
             raise InputError(f"keep must be how many checkpoints stay, a whole number >= 1, or None, got {keep!r}")
         self.settle()
         split = self._life.split("save()")

@@ -9,5 +9,5 @@ crew        all workers of a pipeline, commanded by a driver; ranks, the same un
 planned     what a plan decides, and making one where "auto" was asked for
 state       a model's state from and to stages; storage, to and from files
 fit         a run that goes on after failures; feed, its batches; callbacks, what may be hooked into it
-report      what can be seen of a pipeline and its last step
+inspected   what a pipeline tells of itself; report, its stages in words and its last step
 """

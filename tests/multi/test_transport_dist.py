@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stageflow.errors import Aborted, LaunchError, TransportError
+from stageflow.errors import LaunchError, TransportError
 from stageflow.graph import Bundle
 from stageflow.testing.transport import Switch, take_part
 from stageflow.transport.base import Tag
@@ -80,19 +80,9 @@ def test_conforms_between_processes_and_two_endpoints_are_independent():
 
 
 def fail():
-    """Rank 0 calls an abort, then rank 1 is killed; the others print how long each took to end their waits."""
+    """Rank 1 is killed; the others print how long each took to end its wait."""
     endpoint = DistEndpoint.create()
     meet(endpoint, 0)
-    if endpoint.rank == 0:
-        endpoint.broadcast_control(Bundle({}, ["stage 5 failed", time.time()]))
-        print(0.0)
-    else:
-        with pytest.raises(Aborted, match="told to stop by worker 0: .*stage 5 failed"):
-            endpoint.recv(tag(1), 60)
-        ((sender, bundle),) = endpoint.take_control()
-        assert sender == 0
-        print(time.time() - bundle.meta[1])
-    meet(endpoint, 1)
     sys.stdout.flush()
     if endpoint.rank == 1:
         for peer in (0, 2):  # nobody may still be meeting when this process is gone
@@ -117,11 +107,11 @@ def meet(endpoint, number):
         endpoint.recv(tag(number, peer, endpoint.rank, "meet"), 30)
 
 
-def test_an_abort_and_a_killed_peer_end_all_waits_within_two_seconds():
+def test_a_killed_peer_ends_all_waits_within_two_seconds():
     for attempt in (1, 2, 3):  # three processes on two cores that others use too: not every try is in time
         try:
             outputs = [[float(x) for x in out.split()] for out in run("fail", 3, expected=signal.SIGKILL)]
-            assert [len(out) for out in outputs] == [2, 1, 2]
+            assert [len(out) for out in outputs] == [1, 0, 1]
             assert all(x < 2 for out in outputs for x in out)
             break
         except AssertionError:

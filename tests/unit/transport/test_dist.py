@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stageflow.errors import Aborted, TransferTimeout, TransportError
+from stageflow.errors import TransferTimeout, TransportError
 from stageflow.graph import Bundle
 from stageflow.testing.transport import SCENARIOS, check_transport
 from stageflow.transport.base import Interrupt, Tag
@@ -84,31 +84,6 @@ def test_conforms(scenario):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_conforms_with_device_path(scenario):
     check_transport(pair_with_device_path, [scenario])
-
-
-def test_a_control_message_ends_the_waits_of_all_others():
-    with ends([Interrupt()] * 3) as (first, second, third):
-        waits = []
-
-        def wait(end):
-            started = time.monotonic()
-            with pytest.raises(Aborted, match="by worker 0: stage 3 failed"):
-                end.recv(tag(9), 30)
-            waits.append(time.monotonic() - started)
-
-        threads = [threading.Thread(target=wait, args=(end,)) for end in (second, third)]
-        for thread in threads:
-            thread.start()
-        first.broadcast_control(Bundle({}, "stage 3 failed"))
-        for thread in threads:
-            thread.join()
-        assert max(waits) < 1
-        assert len(waits) == 2
-        with pytest.raises(Aborted):  # until somebody has taken note of it
-            second.flush(1)
-        assert second.take_control() == [(0, Bundle({}, "stage 3 failed"))]
-        first.send(1, tag(1), Bundle({}, 5))
-        assert second.recv(tag(1), 5).meta == 5
 
 
 class StuckNetwork:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from stageflow.errors import Aborted, LaunchError, StageflowError, TransferTimeout, TransportError
+from stageflow.errors import LaunchError, StageflowError, TransferTimeout, TransportError
 from stageflow.graph import Bundle
 from stageflow.transport.base import Endpoint, Interrupt, Tag
 from stageflow.transport.dist.device import Arrival, DevicePath
@@ -19,7 +19,6 @@ from stageflow.transport.dist.lane import Group, Lane
 from stageflow.transport.frame import Encoder
 from stageflow.transport.inbox import Inbox
 
-CONTROL = "X"  # kind of the messages that end waits
 BACKLOG_BYTES = 1 << 30
 _CHECK_EVERY = 0.05  # seconds between looks at the interrupt while waiting
 _GRACE = 1.0  # seconds in which somebody who knows more may speak before a lost peer is reported
@@ -51,15 +50,11 @@ class DistEndpoint(Endpoint):
         self._encoder = Encoder()
         self._inbox = Inbox(rank)
         self._arrivals: dict[int, Arrival] = {}  # id of a bundle -> its device part
-        self._control: list[tuple[int, Bundle]] = []
         self._problem: StageflowError | None = None
         self._lost_since: float | None = None
         self._changed = threading.Condition()
         self._open = True
-        self._n_controls = 0
-        self._lanes = {
-            peer: Lane(group, rank, peer, self._deliver, self._wake) for peer in range(size) if peer != rank
-        }
+        self._lanes = {peer: Lane(group, rank, peer, self._deliver, self._wake) for peer in range(size) if peer != rank}
 
     @classmethod
     def create(
@@ -123,26 +118,6 @@ class DistEndpoint(Endpoint):
             kept = self._inbox.ids()
             self._arrivals = {key: arrival for key, arrival in self._arrivals.items() if key in kept}
 
-    def broadcast_control(self, bundle: Bundle) -> None:
-        """End the waits of all other workers: there they raise Aborted until `take_control` was called.
-
-        Reaches every worker that can be reached; never raises because of one that can't.
-        """
-        self._n_controls += 1
-        for peer, lane in self._lanes.items():
-            if lane.lost is None and not lane.left:
-                try:
-                    tag = Tag(0, CONTROL, self.rank, peer, self._n_controls)
-                    lane.send(self._encoder.encode(tag, bundle))
-                except RuntimeError as problem:
-                    lane.lost = problem
-
-    def take_control(self) -> list[tuple[int, Bundle]]:
-        """(rank of the sender, bundle) of every control message that has come; waits work again afterwards."""
-        with self._changed:
-            taken, self._control = self._control, []
-        return taken
-
     def close(self) -> None:
         if not self._open:
             return
@@ -179,15 +154,12 @@ class DistEndpoint(Endpoint):
         if arrival is not None:
             bundle = arrival.bundle
         with self._changed:
-            if tag.kind == CONTROL:
-                self._control.append((peer, bundle))
-            else:
-                try:
-                    self._inbox.put(tag, bundle)
-                except TransportError as problem:
-                    self._problem = problem
-                if arrival is not None and tag in self._inbox:
-                    self._arrivals[id(bundle)] = arrival
+            try:
+                self._inbox.put(tag, bundle)
+            except TransportError as problem:
+                self._problem = problem
+            if arrival is not None and tag in self._inbox:
+                self._arrivals[id(bundle)] = arrival
             self._changed.notify_all()
 
     def _wake(self) -> None:
@@ -199,8 +171,6 @@ class DistEndpoint(Endpoint):
         while True:
             with self._changed:
                 self._require_open()
-                if self._control:
-                    raise _told_to_stop(self.rank, *self._control[0])
                 if self._problem is not None:
                     raise self._problem
                 if ready():
@@ -248,10 +218,6 @@ class DistEndpoint(Endpoint):
     def _describe_peers(self) -> str:
         left = [str(peer) for peer, lane in self._lanes.items() if lane.left]
         return f"Workers closed: {', '.join(left)}." if left else ""
-
-
-def _told_to_stop(rank: int, peer: int, bundle: Bundle) -> Aborted:
-    return Aborted(f"worker {rank} was told to stop by worker {peer}: {str(bundle.meta)[:500]}")
 
 
 def _device_path(ranks: list[int], rank: int, device: torch.device) -> DevicePath:

@@ -282,7 +282,8 @@ def test_the_first_nan_is_named_when_asked_for(schedule: str, stages: int, launc
     with pipe_of(build(), schedule, stages, launch, check_finite=True) as pipe:
         step(pipe, batch())
         before = pipe.state_dict()
-        with told_within(2.0), pytest.raises(StageFailed, match=r"stage 0, micro-batch 2: what .* gives.* NaN") as caught:
+        said = r"stage 0, micro-batch 2: what .* gives.* NaN"
+        with told_within(2.0), pytest.raises(StageFailed, match=said) as caught:
             step(pipe, call)
         assert (caught.value.stage, caught.value.microbatch) == (0, 2)
         assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())

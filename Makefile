@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 ARGS  ?=
 TESTS ?= tests
-JOBS  ?= 2
+JOBS  ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check lint types layers bench soak clean

@@ -44,12 +44,14 @@ def slow_pipeline(flag: Path, launch: str) -> sf.Pipeline:
     )
 
 
-def wait_for(pid: int, action: str) -> list[WorkerTrace]:
+def wait_for(pid: int, *actions: str) -> list[WorkerTrace]:
+    """Until each of these is what some worker does or waits for."""
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(InputError):  # not started yet
             (group,) = trace_process(pid, stacks=False)
-            if any(one.status.action == action for one in group):
+            seen = [{one.status.action, one.status.waits_for} for one in group]
+            if all(any(action in one for one in seen) for action in actions):
                 return group
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -65,7 +67,7 @@ def slow_step(flag: Path, launch: str) -> Any:
         step = threading.Thread(target=lambda: pipe.train_step(x, target=y))
         step.start()
         try:
-            wait_for(os.getpid(), "1F0")
+            wait_for(os.getpid(), "1F0", "1B0 from worker 1")
             yield pipe
         finally:
             flag.unlink()

@@ -96,7 +96,8 @@ function zbV({ devices, microbatches, at }) {
       [Math.max(0, microbatches - d - behind), [[F, down], [I, down], [W, down], [F, up], [I, up], [W, up]]],
       [d, [[I, down], [I, up]]],
       [behind, [[I, down], [W, down]]],
-      [microbatches, [[W, up], [W, down]]],
+      [microbatches, [[W, up]]],
+      [microbatches, [[W, down]]],
     ];
     const order = [], done = new Map();
     for (const [times, block] of phases)

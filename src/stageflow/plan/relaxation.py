@@ -14,7 +14,7 @@ from stageflow.graph import StageGraph
 from stageflow.schedule.actions import Action
 from stageflow.schedule.costs import Costs, at_stage
 from stageflow.schedule.memory import Footprint
-from stageflow.schedule.rules import depends_on
+from stageflow.schedule.rules import depends_on, in_one_piece
 
 NEVER = float("-inf")  # the head of what nothing here comes before
 
@@ -54,7 +54,7 @@ class Relaxation:
         self.after: list[list[tuple[int, float]]] = [[] for _ in self.order]
         for letter in self.order:
             stage, is_gradient = divmod(letter, 2)
-            for need in depends_on(Action("B" if is_gradient else "F", stage, 0), graph, lambda *_: True):
+            for need in depends_on(Action("B" if is_gradient else "F", stage, 0), graph, in_one_piece):
                 source = 2 * need.stage + (need.kind != "F")
                 delay = self._delay(need.stage, stage)
                 self.before[letter].append((source, delay))

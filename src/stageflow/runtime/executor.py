@@ -20,7 +20,7 @@ from stageflow.runtime.batch import Batch
 from stageflow.runtime.entry import arrive
 from stageflow.runtime.stage import Stage
 from stageflow.schedule.actions import Action
-from stageflow.schedule.rules import depends_on, is_backward
+from stageflow.schedule.rules import depends_on, in_one_piece, is_backward
 from stageflow.transport.base import Endpoint, Interrupt, Tag
 
 
@@ -230,7 +230,7 @@ class Executor:
         kind = "B" if is_backward(action) else "F"
         here = None if self._endpoint is None else self._endpoint.rank
         needs = []
-        for need in depends_on(action._replace(microbatch=0), self._graph, _in_one_piece):
+        for need in depends_on(action._replace(microbatch=0), self._graph, in_one_piece):
             if need.stage != action.stage:
                 worker = self._placement[need.stage]
                 needs.append(_Need(kind, need, None if here is None or worker == here else worker))
@@ -252,11 +252,6 @@ class Executor:
         bundle = arrive(self._endpoint.recv(tag, self._timeout), self._device)
         self._recorder.record(tag.target, "wait", tag.microbatch, started, self._recorder.clock())
         return bundle
-
-
-def _in_one_piece(stage: int, microbatch: int) -> bool:
-    """A message of gradients is the same whether a B or an I sent it, and is told as of a B."""
-    return True
 
 
 def _locate(error: BaseException, action: Action) -> None:

@@ -20,7 +20,7 @@ from stageflow.plan.bounds import Metric
 from stageflow.schedule.actions import KINDS, Action, Orders
 from stageflow.schedule.costs import Costs, at_stage
 from stageflow.schedule.memory import Footprint, static_memory
-from stageflow.schedule.rules import depends_on
+from stageflow.schedule.rules import depends_on, in_one_piece
 from stageflow.schedule.schedule import Schedule
 
 F, B, I, W = range(4)  # noqa: E741 - the field's own names
@@ -82,7 +82,7 @@ class Problem:
             return 2 * action.stage + (action.kind != "F")
 
         return tuple(
-            tuple(stream_of(need) for need in depends_on(Action(kind, s, 0), self.graph, lambda *_: True))
+            tuple(stream_of(need) for need in depends_on(Action(kind, s, 0), self.graph, in_one_piece))
             for s in range(self.graph.n_stages)
             for kind in KINDS
         )

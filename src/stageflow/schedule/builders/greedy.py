@@ -14,7 +14,7 @@ from stageflow.schedule.actions import Action, Kind, Orders
 from stageflow.schedule.builders.common import memory_1f1b
 from stageflow.schedule.costs import Costs
 from stageflow.schedule.placement import local_stages
-from stageflow.schedule.rules import depends_on
+from stageflow.schedule.rules import depends_on, feeds
 
 _RANK = {"B": 0, "I": 0, "F": 1, "W": 2}
 _NEVER = float("inf")
@@ -123,8 +123,7 @@ class _ListScheduler:
         self.orders[worker].append(action)
         self.free[worker] = self.ended[action] = end = now + self.costs.of(action)
         heapq.heappush(self.looks, (end, worker))
-        fed = self.graph.successors(stage) if kind == "F" else self.graph.predecessors(stage) if kind != "W" else ()
-        for other in fed:
+        for other in feeds(action, self.graph):
             heapq.heappush(self.looks, (end + self._hop(stage, other), self.placement[other]))
 
 
